@@ -1,0 +1,606 @@
+"""The seven multi-target tasks of "Goal-Aware Cross-Entropy for Multi-Target Reinforcement Learning" (NeurIPS 2021).
+
+    import gymnasium as gym
+    import envs
+
+    env = gym.make("gace/V2-v0", split="unseen")  # V1 to V4: find one of four objects in Doom
+    env = gym.make("gace/R1-v0")                  # R1 to R3: reach one of three boxes with a UR5 arm
+    observation, info = env.reset(seed=1, options={"goal": "Bonus"})
+
+An observation is {"image": uint8 (channels, height, width), "goal": index}. Reaching the goal or another target ends
+the episode, and its last `info` says `is_success` and `reached` (a class index, or -1). An episode is a pure function
+of its seed and its actions: nothing in it comes from a clock or from the engine's own random numbers.
+"""
+
+import functools
+import importlib
+import itertools
+import os
+import shlex
+import struct
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import vizdoom
+
+
+class MultiTargetEnv(gym.Env):
+    """What both domains share: the splits, the goal of an episode, its rewards and its end."""
+
+    names: list[str]  # the targets by class index
+    max_steps: int
+    rewards: dict[str, float]  # success, nongoal, timeout, step
+
+    def __init__(self, task, tasks, split, has_unseen, image_shape, render_mode):
+        if task not in tasks:
+            raise ValueError(f"unknown task {task!r}; use one of {', '.join(tasks)}")
+        if split not in ("seen", "unseen") or (split == "unseen" and not has_unseen):
+            known = '"seen" or "unseen"' if has_unseen else '"seen": only V2, V4 and R2 have an unseen split'
+            raise ValueError(f"{task.upper()} has no split {split!r}; use {known}")
+        if render_mode not in (None, "rgb_array"):
+            raise ValueError(f"unknown render_mode {render_mode!r}; use None or 'rgb_array'")
+        self.task, self.split, self.render_mode = task, split, render_mode
+        self.observation_space = gym.spaces.Dict(
+            image=gym.spaces.Box(0, 255, image_shape, np.uint8), goal=gym.spaces.Discrete(len(self.names))
+        )
+        self.image = np.zeros(image_shape, np.uint8)
+        self.running = False  # between a reset and the end of its episode
+
+    def draw_goal(self, options):
+        """A random class index, or the one that `reset(options={"goal": name or index})` asks for."""
+        # Drawn in either case, so that the rest of an episode is the same whatever goal is asked for.
+        drawn = int(self.np_random.integers(len(self.names)))
+        goal = (options or {}).get("goal", drawn)
+        lower = [name.lower() for name in self.names]
+        if isinstance(goal, str) and goal.lower() in lower:
+            return lower.index(goal.lower())
+        if isinstance(goal, (int, np.integer)) and not isinstance(goal, bool) and 0 <= goal < len(self.names):
+            return int(goal)
+        raise ValueError(f"unknown goal {goal!r}; use one of {', '.join(self.names)}, or 0 to {len(self.names) - 1}")
+
+    def check_running(self):
+        if not self.running:
+            raise gym.error.ResetNeeded(
+                "no episode is running: call reset() before the first step() and after the last"
+            )
+
+    def observation(self):
+        return {"image": self.image, "goal": np.int64(self.goal)}
+
+    def outcome(self, reached, step_cost):
+        """What `step` returns, given the class index of the target that was reached (-1 for none)."""
+        terminated = reached >= 0
+        truncated = not terminated and self.steps >= self.max_steps
+        if terminated:
+            step_cost += self.rewards["success" if reached == self.goal else "nongoal"]
+        elif truncated:
+            step_cost += self.rewards["timeout"]
+        self.running = not (terminated or truncated)
+        info = {} if self.running else {"is_success": reached == self.goal, "reached": reached}
+        return self.observation(), step_cost, terminated, truncated, info
+
+
+def enlarge(image, height):
+    """A (channels, h, w) image as a (height, width, 3) picture a person can look at; one channel turns grey."""
+    image = np.broadcast_to(image, (3, *image.shape[1:])).transpose(1, 2, 0)
+    rows = np.arange(height) * image.shape[0] // height
+    columns = np.arange(height * image.shape[1] // image.shape[0]) * image.shape[0] // height
+    return image[rows[:, None], columns]
+
+
+# ---------------------------------------------------------------------------------------------- V1 to V4: navigation
+
+# A map is a picture of points 96 units apart, the first at (48, 48). Neighbouring "#" are joined by a wall, and the
+# outermost ring is the boundary.
+ROOM = """
+#########
+#       #
+#       #
+#       #
+#       #
+#       #
+#       #
+#       #
+#########
+"""
+MAZE = """
+###########
+#         #
+# ####### #
+# #     # #
+# #   # # #
+# #   #   #
+# # ###   #
+# # #     #
+# # # ### #
+#         #
+###########
+"""
+# The authors' places are about (295, 907), (309, 266), (542, 185), (763, 647). There the second lies in the path of
+# whoever slides along the wall: a random policy ends on it in 47 % of V3 and succeeds in 12 % (V4: 7.5 %). A few steps
+# away from the wall it is 7 to 8 % in both, the paper's 8 %.
+MAZE_PLACES = [(285, 887), (309, 296), (542, 185), (763, 647)]
+START = (420, 420)
+
+# Each class has two items, here by the engine's thing number; one of the two lies in the map.
+ITEMS = {
+    "Card": (13, 5),  # RedCard, BlueCard
+    "Armor": (2018, 2019),  # GreenArmor, BlueArmor
+    "Skull": (39, 40),  # YellowSkull, BlueSkull
+    "Bonus": (2014, 2015),  # HealthBonus, ArmorBonus
+}
+
+PLAIN = ("STONE2", "CEIL5_2", "CEIL5_1")  # wall, floor, ceiling of V1 and V3
+# The authors' seen pool runs from ASHWALL2 to BROWN1. We leave out BFALL1 to 4, which the engine animates by the clock
+# (an episode would no longer be a function of its seed), and take the next of their list instead.
+SEEN_TEXTURES = """
+    ASHWALL2 ASHWALL3 ASHWALL4 ASHWALL6 ASHWALL7 BIGBRIK1 BIGBRIK2 BIGBRIK3 BIGDOOR2 BIGDOOR3 BIGDOOR4 BIGDOOR5 BLAKWAL1
+    BLAKWAL2 BRICK1 BRICK2 BRICK3 BRICK4 BRICK5 BRICK6 BRICK7 BRICK8 BRICK9 BRICK10 BRICK11 BRICK12 BRICKLIT BRONZE1
+    BRONZE2 BRONZE3 BRONZE4 BROVINE2 BROWN1 BROWN144 BROWN96 BROWNGRN BROWNHUG BROWNPIP BRWINDOW BSTONE1
+""".split()
+UNSEEN_TEXTURES = "PIPE1 PIPE2 PIPE4 STONE WOOD1 WOOD3 WOOD5 ZZZFACE7 ZZZFACE8 ZZZFACE9".split()
+
+# The map, the heading at the start in degrees, the steps of an episode. V2 and V4 draw their textures at random.
+V_TASKS = {"v1": (ROOM, 259, 25), "v2": (ROOM, 259, 25), "v3": (MAZE, 263, 50), "v4": (MAZE, 180, 50)}
+
+TICS = 4  # action repeat; the frames of these tics are the stack
+REACH = 36  # agent radius 16 + item radius 20: the boxes overlap when |dx| and |dy| are both below
+ITEM_RADIUS = 20
+TEXTMAP_BYTES = 32768  # room for the longest map; the engine takes the padding for white space
+ENGINE_DIED = (
+    vizdoom.ViZDoomErrorException,
+    vizdoom.ViZDoomIsNotRunningException,
+    vizdoom.ViZDoomUnexpectedExitException,
+)
+
+# Runs in place of the engine, then becomes it. It has the kernel kill the engine when the Python process dies, however
+# that dies (on Linux: elsewhere kill -9 leaves it), and keeps the engine's files out of the user's folder.
+LAUNCHER = """
+import ctypes, os, sys
+engine, folder, parent, *args = sys.argv[1:]
+os.chdir(folder)
+with open("instance", "w") as file:
+    file.write(args[args.index("+viz_instance_id") + 1])
+if sys.platform == "linux":
+    PR_SET_PDEATHSIG, SIGKILL = 1, 9
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+    if os.getppid() != int(parent):
+        sys.exit("the parent process is gone")
+os.execv(engine, [engine, *args])
+"""
+
+
+@functools.cache
+def map_walls(picture):
+    """The points and walls of a picture in UDMF, the text form of a Doom map, and how many sides the walls have."""
+    rows = picture.strip("\n").split("\n")
+    last = len(rows) - 1
+    text = [f"vertex{{x={48 + 96 * c};y={48 + 96 * r};}}" for r in range(last + 1) for c in range(last + 1)]
+    sides = 0
+    starts = [(r, c) for r in range(last + 1) for c in range(last + 1) if rows[r][c] == "#"]
+    for (r, c), (down, right) in itertools.product(starts, [(0, 1), (1, 0)]):
+        r2, c2 = r + down, c + right
+        if (r2, c2) not in starts:
+            continue
+        v1, v2 = r * (last + 1) + c, r2 * (last + 1) + c2
+        if r == r2 in (0, last) or c == c2 in (0, last):
+            if r2 == 0 or c == last:  # the boundary has only a front, on the right of v1 to v2: it must face the inside
+                v1, v2 = v2, v1
+            text.append(f"linedef{{v1={v1};v2={v2};sidefront={sides};blocking=true;}}")
+            sides += 1
+        else:
+            back = f"sideback={sides + 1};twosided=true;blocking=true;wrapmidtex=true;"
+            text.append(f"linedef{{v1={v1};v2={v2};sidefront={sides};{back}}}")
+            sides += 2
+    return "".join(text), sides
+
+
+def map_text(picture, heading, textures, things):
+    """A map of the picture with the start and the items, (x, y, thing number). The engine builds its nodes itself."""
+    walls, sides = map_walls(picture)
+    wall, floor, ceiling = textures
+    text = f'namespace="zdoom";{walls}' + f'sidedef{{sector=0;texturemiddle="{wall}";}}' * sides
+    text += f'sector{{heightceiling=128;lightlevel=240;texturefloor="{floor}";textureceiling="{ceiling}";}}'
+    for x, y, kind, angle in [(*START, 1, heading), *((*thing, 0) for thing in things)]:  # 1 is the player
+        text += f"thing{{x={x};y={y};type={kind};angle={angle};skill3=true;single=true;}}"
+    return text.encode().ljust(TEXTMAP_BYTES)
+
+
+def wad_bytes(textmap):
+    """A WAD file with one map. Its TEXTMAP begins at byte 12, right behind the header."""
+    lumps = [(b"MAP01", 0), (b"TEXTMAP", len(textmap)), (b"ENDMAP", 0)]
+    directory = b"".join(struct.pack("<ii8s", 12, size, name) for name, size in lumps)
+    return struct.pack("<4sii", b"PWAD", len(lumps), 12 + len(textmap)) + textmap + directory
+
+
+def area_weights(size, new_size):
+    """The matrix that averages `size` pixels down to `new_size` by area."""
+    edges = np.arange(new_size + 1) * size / new_size
+    pixels = np.arange(size)
+    overlap = np.minimum(edges[1:, None], pixels + 1) - np.maximum(edges[:-1, None], pixels)
+    return (overlap.clip(0) * new_size / size).astype(np.float32)
+
+
+# 120 rows to 42 repeats every 20 rows to 7, 160 columns to 42 every 80 to 21. Products of these small blocks take a
+# third of the full matrices' time, and each is too small for BLAS to start threads that would fight other workers.
+ROWS, COLUMNS = area_weights(20, 7), np.ascontiguousarray(area_weights(80, 21).T)
+
+
+def shrink(frame):
+    """One RGB-D frame, averaged by area from float (4, 120, 160) to uint8 (4, 42, 42)."""
+    half = ROWS @ frame.reshape(24, 20, 160)  # (24, 7, 160)
+    return np.rint(half.reshape(4, 84, 80) @ COLUMNS).astype(np.uint8).reshape(4, 42, 42)
+
+
+class DoomEnv(MultiTargetEnv):
+    """V1 to V4: get one of four objects, seen from the inside of a room (V1, V2) or a maze (V3, V4)."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 35 / TICS}
+    names = list(ITEMS)
+    rewards = {"success": 10.0, "nongoal": -1.0, "timeout": -0.1, "step": -0.01}
+    game = None  # the engine starts with the first reset: an environment nobody plays costs nothing
+
+    def __init__(self, task="v1", split="seen", render_mode=None):
+        super().__init__(task, V_TASKS, split, task in ("v2", "v4"), (4 * TICS, 42, 42), render_mode)
+        self.picture, self.heading, self.max_steps = V_TASKS[task]
+        self.action_space = gym.spaces.Discrete(3)  # forward, left, right
+        self.buttons = np.eye(3, dtype=int).tolist()
+        self.frame = np.zeros((4, 120, 160), np.float32)  # the last RGB-D frame at the engine's size
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.goal = self.draw_goal(options)
+        variants = self.np_random.integers(2, size=len(ITEMS))
+        self.textures = PLAIN
+        if self.task in ("v2", "v4"):
+            pool = SEEN_TEXTURES if self.split == "seen" else UNSEEN_TEXTURES
+            self.textures = tuple(pool[i] for i in self.np_random.integers(len(pool), size=3))
+        self.objects = self.place_objects().tolist()  # (x, y) by class
+        things = [(x, y, kinds[v]) for (x, y), kinds, v in zip(self.objects, ITEMS.values(), variants, strict=True)]
+        textmap = map_text(self.picture, self.heading, self.textures, things)
+        engine_seed = int(self.np_random.integers(2**31))
+        try:
+            self.load_map(textmap, engine_seed)
+        except ENGINE_DIED:
+            self.close()
+            self.load_map(textmap, engine_seed)  # by a new engine
+        self.steps, self.running = 0, True
+        self.image = np.tile(shrink(self.frame), (TICS, 1, 1))
+        return self.observation(), {"instruction": f"Get the {self.names[self.goal]}"}
+
+    def place_objects(self):
+        """In the maze, a permutation of its four places. In the room, uniform: redrawn while one lies on the start, or
+        two are so close that one cannot be reached without the other."""
+        if self.picture is MAZE:
+            return self.np_random.permutation(MAZE_PLACES)
+        while True:
+            objects = self.np_random.uniform(48 + ITEM_RADIUS, 816 - ITEM_RADIUS, (len(ITEMS), 2))
+            gaps = np.abs(objects[:, None] - objects).max(-1)[np.triu_indices(len(ITEMS), 1)]
+            if gaps.min() >= 2 * REACH and np.abs(objects - START).max(-1).min() >= REACH:
+                return objects
+
+    def load_map(self, textmap, engine_seed):
+        if self.game is None:
+            self.start_engine(textmap)
+        # The engine reads a map's lumps from its open WAD file at every map load.
+        self.wad.seek(12)
+        self.wad.write(textmap)
+        self.game.set_seed(engine_seed)
+        self.game.new_episode()
+        self.read_frame()
+
+    def read_frame(self):
+        state = self.game.get_state()
+        self.frame[:3], self.frame[3] = state.screen_buffer, state.depth_buffer
+        self.x, self.y, self.angle = state.game_variables.tolist()
+
+    def step(self, action):
+        if not self.action_space.contains(action):
+            raise ValueError(f"action {action!r} is not one of 0 (forward), 1 (left), 2 (right)")
+        self.check_running()
+        frames, reached, cost = [], -1, 0.0
+        try:
+            for _ in range(TICS):
+                self.game.make_action(self.buttons[action], 1)
+                self.read_frame()
+                frames.append(shrink(self.frame))
+                for index, (x, y) in enumerate(self.objects):
+                    if abs(x - self.x) < REACH and abs(y - self.y) < REACH:
+                        reached = index
+                if reached >= 0:
+                    break  # on this very tic, which pays the reward in place of its cost
+                cost += self.rewards["step"] / TICS
+        except ENGINE_DIED:
+            self.close()  # the next reset starts a new engine
+            return self.observation(), 0.0, False, True, {"engine_died": True, "is_success": False, "reached": -1}
+        self.steps += 1
+        self.image = np.concatenate(frames + frames[-1:] * (TICS - len(frames)))
+        return self.outcome(reached, cost)
+
+    def render(self):
+        """The engine's screen, and beside it what the agent sees: colour and depth at 42x42."""
+        panel = np.concatenate([enlarge(self.image[-4:-1], 180), enlarge(self.image[-1:], 180)])
+        return np.concatenate([enlarge(self.frame[:3].astype(np.uint8), 360), panel], axis=1)
+
+    def start_engine(self, textmap):
+        # Engine and environment keep the WAD open, so the folder can go at once and no way to die leaves it behind.
+        with tempfile.TemporaryDirectory(prefix="gace-doom-") as folder:
+            wad, launcher, instance = (Path(folder, name) for name in ("map.wad", "launcher", "instance"))
+            wad.write_bytes(wad_bytes(textmap))
+            command = [sys.executable, "-IS", "-c", LAUNCHER, vizdoom.exe_path, folder, str(os.getpid())]
+            launcher.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+            launcher.chmod(0o700)
+
+            game = vizdoom.DoomGame()
+            game.set_vizdoom_path(str(launcher))
+            game.set_doom_scenario_path(str(wad))
+            game.set_doom_config_path(os.devnull)
+            game.set_doom_map("map01")
+            game.set_screen_resolution(vizdoom.ScreenResolution.RES_160X120)
+            game.set_screen_format(vizdoom.ScreenFormat.CRCGCB)
+            game.set_depth_buffer_enabled(True)
+            for unwanted in ("hud", "weapon", "crosshair", "decals", "particles", "effects_sprites", "messages"):
+                getattr(game, f"set_render_{unwanted}")(False)
+            game.set_window_visible(False)
+            game.set_sound_enabled(False)
+            game.set_available_buttons(
+                [vizdoom.Button.MOVE_FORWARD, vizdoom.Button.TURN_LEFT, vizdoom.Button.TURN_RIGHT]
+            )
+            variable = vizdoom.GameVariable
+            game.set_available_game_variables([variable.POSITION_X, variable.POSITION_Y, variable.ANGLE])
+            game.add_game_args("+cl_run 1")
+            game.set_episode_timeout(0)  # the steps are counted here
+            game.init()
+            self.game, self.wad = game, open(wad, "r+b", buffering=0)
+            # Both sides have opened the shared memory too; without its name it goes when they go.
+            for kind in ("SM", "MQCtr", "MQDoom"):
+                Path(f"/dev/shm/ViZDoom{kind}{instance.read_text()}").unlink(missing_ok=True)
+
+    def close(self):
+        self.running = False
+        if self.game is not None:
+            game, self.game = self.game, None
+            game.close()
+            self.wad.close()
+
+    __del__ = close
+
+
+# ---------------------------------------------------------------------------------------------- R1 to R3: manipulation
+
+BOX_COLOURS = {
+    "red": (0.90, 0.10, 0.10, 1),
+    "green": (0.10, 0.75, 0.15, 1),
+    "blue": (0.10, 0.25, 0.95, 1),
+    "yellow": (0.95, 0.85, 0.10, 1),
+    "purple": (0.60, 0.15, 0.75, 1),
+}
+
+# The two colours of each checkered background of R2. The paper shows samples but no list: these are ours.
+CHECKERS = {
+    "seen": [
+        ("0.90 0.90 0.90", "0.25 0.25 0.28"),
+        ("0.55 0.75 0.90", "0.20 0.30 0.45"),
+        ("0.85 0.70 0.50", "0.45 0.30 0.20"),
+        ("0.65 0.80 0.60", "0.25 0.40 0.30"),
+        ("0.90 0.65 0.70", "0.50 0.25 0.35"),
+    ],
+    "unseen": [
+        ("0.75 0.65 0.90", "0.35 0.25 0.50"),
+        ("0.60 0.85 0.85", "0.15 0.40 0.42"),
+        ("0.95 0.80 0.60", "0.60 0.40 0.15"),
+        ("0.80 0.80 0.55", "0.40 0.40 0.15"),
+        ("0.70 0.70 0.75", "0.10 0.10 0.25"),
+    ],
+}
+
+# Link lengths, masses and torque limits are Universal Robots' figures; a link's mass is spread over its shapes. The
+# joint ranges are the paper's, within the robot's own 2 pi; the speed of 2 rad/s is below its limit of 180 degrees/s.
+# Left out is what costs time in a software renderer: shadows, multisampling, roundness nobody sees at 84x84.
+UR5_XML = """
+<mujoco model="ur5">
+  <compiler angle="degree"/>
+  <option timestep="0.004" integrator="implicitfast"/>
+  <statistic extent="1"/>
+  <visual>
+    <global offwidth="480" offheight="480"/>
+    <quality shadowsize="0" offsamples="0" numslices="12" numstacks="4" numquads="1"/>
+    <headlight ambient="0.45 0.45 0.45" diffuse="0.55 0.55 0.55" specular="0 0 0"/>
+    <map znear="0.1" zfar="12"/>
+  </visual>
+  <asset>
+    <material name="grey" rgba="0.5 0.5 0.5 1"/>
+    {checkers}
+  </asset>
+  <default>
+    <geom contype="0" conaffinity="0" rgba="0.78 0.8 0.83 1"/>
+    <joint axis="0 1 0" range="-180 180" armature="0.1"/>
+    <velocity kv="200" forcerange="-150 150" ctrlrange="-2 2"/>
+    <default class="link"> <!-- what the table stops -->
+      <geom type="capsule" contype="1"/>
+    </default>
+    <default class="wrist">
+      <joint range="-286 286"/> <!-- 5 rad -->
+      <velocity kv="40" forcerange="-28 28"/>
+    </default>
+    <default class="box">
+      <geom type="box" size="0.04 0.04 0.04"/>
+    </default>
+  </default>
+  <worldbody>
+    <camera name="front" pos="1.5 0 1.15" xyaxes="0 1 0 -0.648 0 0.762" fovy="44"/>
+    <geom name="background" type="plane" pos="0 0 -0.5" size="6 6 1" material="grey"/>
+    <geom name="table" type="box" pos="0.35 0 -0.25" size="0.5 0.45 0.25" rgba="0.88 0.84 0.76 1"
+          conaffinity="1" solref="0.01 1"/>
+    <geom name="box_left" class="box" pos="0.42 -0.29 0.04"/>
+    <geom name="box_front" class="box" pos="0.65 0 0.04"/>
+    <geom name="box_right" class="box" pos="0.42 0.29 0.04"/>
+    <geom type="cylinder" fromto="0 0 0 0 0 0.089159" size="0.065" rgba="0.3 0.3 0.32 1"/>
+    <body name="shoulder" pos="0 0 0.089159" gravcomp="1">
+      <joint name="shoulder_pan" axis="0 0 1"/>
+      <geom type="capsule" fromto="0 0 0 0 0.13585 0" size="0.06" mass="3.7" rgba="0.35 0.6 0.8 1"/>
+      <body name="upper_arm" pos="0 0.13585 0" euler="0 90 0" gravcomp="1">
+        <joint name="shoulder_lift"/>
+        <geom class="link" fromto="0 0 0 0 0 0.425" size="0.055" mass="6.8"/>
+        <geom class="link" fromto="0 0 0.425 0 -0.1197 0.425" size="0.05" mass="1.593" rgba="0.35 0.6 0.8 1"/>
+        <body name="forearm" pos="0 -0.1197 0.425" gravcomp="1">
+          <joint name="elbow"/>
+          <geom class="link" fromto="0 0 0 0 0 0.39225" size="0.042" mass="2.33"/>
+          <body name="wrist_1" pos="0 0 0.39225" euler="0 90 0" gravcomp="1">
+            <joint name="wrist_1" class="wrist"/>
+            <geom class="link" fromto="0 0 0 0 0.093 0" size="0.038" mass="1.219" rgba="0.35 0.6 0.8 1"/>
+            <body name="wrist_2" pos="0 0.093 0" gravcomp="1">
+              <joint name="wrist_2" axis="0 0 1" class="wrist"/>
+              <geom class="link" fromto="0 0 0 0 0 0.09465" size="0.038" mass="1.219"/>
+              <body name="wrist_3" pos="0 0 0.09465" gravcomp="1">
+                <joint name="wrist_3" class="wrist"/>
+                <geom class="link" fromto="0 0 0 0 0.0823 0" size="0.032" mass="0.1879" rgba="0.35 0.6 0.8 1"/>
+                <geom class="link" fromto="0 0.0823 0 0 0.16 0" size="0.015" mass="0.05" rgba="0.1 0.1 0.1 1"/>
+                <site name="tip" pos="0 0.175 0"/>
+              </body>
+            </body>
+          </body>
+        </body>
+      </body>
+    </body>
+  </worldbody>
+  <actuator>
+    <velocity joint="shoulder_pan"/>
+    <velocity joint="shoulder_lift"/>
+    <velocity joint="elbow"/>
+    <velocity joint="wrist_1" class="wrist"/>
+    <velocity joint="wrist_2" class="wrist"/>
+    <velocity joint="wrist_3" class="wrist"/>
+  </actuator>
+  <keyframe> <!-- the tool points down, 0.25 m above the table, amid the three boxes -->
+    <key name="start" qpos="-0.22 -1.544 1.773 -1.8 -1.571 0"/>
+  </keyframe>
+</mujoco>
+"""
+
+R_TASKS = ("r1", "r2", "r3")
+PHYSICS_STEPS = 16  # the paper repeats each action 16 times
+# From the tool tip to a box's centre, on the states the agent sees. With the joint speed, the start pose and the places
+# of the boxes above, a random policy succeeds in about 5 % of episodes, equally often at each box.
+REACH_DISTANCE = 0.082
+
+GL_HELP = (
+    "MuJoCo cannot render{}. On Debian or Ubuntu: apt-get install libegl1 libegl-mesa0 libgl1-mesa-dri "
+    "(MUJOCO_GL=egl), or: apt-get install libosmesa6 (MUJOCO_GL=osmesa); then leave MUJOCO_GL unset."
+)
+
+
+def load_mujoco():
+    """Import MuJoCo with a rendering backend that works here. It reads MUJOCO_GL once, when it is imported."""
+    # Mesa's software renderer hangs after a fork unless it renders without threads, which at 84x84 is faster anyway.
+    os.environ.setdefault("LP_NUM_THREADS", "0")
+    display = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if sys.platform == "linux" and not display and not os.environ.get("MUJOCO_GL"):
+        for backend in ("egl", "osmesa"):
+            # In a process of its own, because a failed attempt leaves PyOpenGL unable to try another backend.
+            attempt = [sys.executable, "-c", "import mujoco; mujoco.GLContext(84, 84)"]
+            if not subprocess.run(attempt, env={**os.environ, "MUJOCO_GL": backend}, capture_output=True).returncode:
+                os.environ["MUJOCO_GL"] = backend
+                break
+        else:
+            raise RuntimeError(GL_HELP.format(": neither EGL nor OSMesa works here"))
+        if "mujoco" in sys.modules:  # the user's import came before the choice
+            importlib.reload(sys.modules["mujoco.rendering.classic.gl_context"])
+    try:
+        import mujoco
+    except (AttributeError, ImportError, OSError) as error:
+        raise RuntimeError(GL_HELP.format(f" with MUJOCO_GL={os.environ.get('MUJOCO_GL')}: {error}")) from None
+    return mujoco
+
+
+class UR5Env(MultiTargetEnv):
+    """R1 to R3: reach the box of the instructed colour with the tip of a UR5's tool, and no other box."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 16}
+    max_steps = 50
+    rewards = {"success": 1.0, "nongoal": -0.3, "timeout": -0.1, "step": -0.01}
+    renderer = large_renderer = None
+
+    def __init__(self, task="r1", split="seen", render_mode=None):
+        self.names = list(BOX_COLOURS)[: 5 if task == "r3" else 3]
+        super().__init__(task, R_TASKS, split, task == "r2", (3, 84, 84), render_mode)
+        self.action_space = gym.spaces.Box(-1, 1, (6,), np.float32)
+        self.mujoco = load_mujoco()
+        checkers = "".join(
+            f'<texture name="checker{i}" type="2d" builtin="checker" rgb1="{a}" rgb2="{b}" width="64" height="64"/>'
+            f'<material name="checker{i}" texture="checker{i}" texrepeat="20 20"/>'
+            for i, (a, b) in enumerate(CHECKERS[split])
+        )
+        self.model = self.mujoco.MjModel.from_xml_string(UR5_XML.format(checkers=checkers))
+        self.data = self.mujoco.MjData(self.model)
+        self.boxes = [self.model.geom(f"box_{place}").id for place in ("left", "front", "right")]
+        self.box_positions = self.model.geom_pos[self.boxes]  # (3, 3)
+        self.tip = self.data.site("tip").xpos  # a view: it follows the simulation
+        self.joint_speed = self.model.actuator_ctrlrange[:, 1]
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.goal = self.draw_goal(options)
+        others = [c for c in range(len(self.names)) if c != self.goal]
+        present = [self.goal, *self.np_random.permutation(others)[:2]]
+        self.box_classes = self.np_random.permutation(present)  # the class of the box at each position
+        background = f"checker{self.np_random.integers(5)}" if self.task == "r2" else "grey"
+
+        self.model.geom_rgba[self.boxes] = [BOX_COLOURS[self.names[c]] for c in self.box_classes]
+        self.model.geom("background").matid = self.model.material(background).id
+        self.mujoco.mj_resetDataKeyframe(self.model, self.data, 0)
+        self.mujoco.mj_forward(self.model, self.data)
+        self.steps, self.running = 0, True
+        self.image = self.camera_image()
+        return self.observation(), {"instruction": f"Reach the {self.names[self.goal].title()} Box"}
+
+    def step(self, action):
+        action = np.asarray(action, dtype=np.float64)
+        if action.shape != (6,) or not (np.abs(action) <= 1).all():  # NaN fails the comparison too
+            raise ValueError(f"action {action.tolist()} is not 6 joint velocities within [-1, 1]")
+        self.check_running()
+        self.data.ctrl[:] = action * self.joint_speed
+        self.mujoco.mj_step(self.model, self.data, nstep=PHYSICS_STEPS)
+        self.mujoco.mj_kinematics(self.model, self.data)  # mj_step leaves positions one physics step behind the joints
+        near = np.linalg.norm(self.box_positions - self.tip, axis=1) <= REACH_DISTANCE
+        reached = int(self.box_classes[near.argmax()]) if near.any() else -1
+        self.steps += 1
+        self.image = self.camera_image()
+        return self.outcome(reached, 0.0 if reached >= 0 else self.rewards["step"])
+
+    def camera_image(self):
+        if self.renderer is None:
+            self.renderer = self.new_renderer(84)
+        self.renderer.update_scene(self.data, "front")
+        return np.ascontiguousarray(self.renderer.render().transpose(2, 0, 1))
+
+    def render(self):
+        """The camera's view, and beside it what the agent sees of it at 84x84."""
+        if self.large_renderer is None:
+            quality = self.model.vis.quality
+            quality.numslices, quality.numstacks, quality.offsamples = 32, 16, 4
+            self.large_renderer = self.new_renderer(480)
+        self.large_renderer.update_scene(self.data, "front")
+        return np.concatenate([self.large_renderer.render(), enlarge(self.image, 480)], axis=1)
+
+    def new_renderer(self, size):
+        try:
+            return self.mujoco.Renderer(self.model, size, size, max_geom=100)
+        except Exception as error:  # each backend fails in its own way
+            raise RuntimeError(GL_HELP.format(f" with MUJOCO_GL={os.environ.get('MUJOCO_GL')}: {error}")) from None
+
+    def close(self):
+        self.running = False
+        for renderer in (self.renderer, self.large_renderer):
+            if renderer is not None:
+                renderer.close()
+        self.renderer = self.large_renderer = None
+
+
+for tasks, entry_point in ((V_TASKS, "DoomEnv"), (R_TASKS, "UR5Env")):
+    for task in tasks:
+        gym.register(f"gace/{task.upper()}-v0", entry_point=f"{__name__}:{entry_point}", kwargs={"task": task})
