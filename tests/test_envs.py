@@ -1,0 +1,704 @@
+"""Every rule of the seven tasks, with the real engine and the real simulator."""
+
+import hashlib
+import itertools
+import math
+import multiprocessing
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import vizdoom
+from agents import Walker, reach_action
+from gymnasium.utils.env_checker import check_env
+
+import envs
+
+V_TASKS, R_TASKS = list(envs.V_TASKS), list(envs.R_TASKS)
+SPLITS = [(task, "seen") for task in V_TASKS + R_TASKS] + [(task, "unseen") for task in ("v2", "v4", "r2")]
+ROOT = Path(__file__).parent.parent
+
+
+def make(task, split="seen", **kwargs):
+    return gym.make(f"gace/{task.upper()}-v0", split=split, **kwargs)
+
+
+@pytest.fixture
+def v1():
+    env = envs.DoomEnv("v1")
+    yield env
+    env.close()
+
+
+@pytest.fixture
+def r1():
+    env = envs.UR5Env("r1")
+    yield env
+    env.close()
+
+
+def play(env, policy):
+    """Plays the episode that was just reset; returns its rewards and the last step's results."""
+    rewards, over = [], False
+    while not over:
+        observation, reward, terminated, truncated, info = env.step(policy())
+        rewards.append(reward)
+        over = terminated or truncated
+    return rewards, observation, terminated, truncated, info
+
+
+# -------------------------------------------------------------------------------------------------------- the interface
+
+
+@pytest.mark.parametrize(("task", "split"), SPLITS)
+def test_gymnasium_finds_nothing_wrong(task, split):
+    env = make(task, split, render_mode="rgb_array")
+    check_env(env.unwrapped)  # warnings are errors: see pyproject.toml
+    env.close()
+
+
+@pytest.mark.parametrize("task", V_TASKS + R_TASKS)
+def test_spaces_instruction_and_picture(task):
+    env = make(task, render_mode="rgb_array")
+    targets = {"v": 4, "r": 5 if task == "r3" else 3}[task[0]]
+    shape = (16, 42, 42) if task[0] == "v" else (3, 84, 84)
+    assert env.observation_space["image"] == gym.spaces.Box(0, 255, shape, np.uint8)
+    assert env.observation_space["goal"] == gym.spaces.Discrete(targets)
+    assert env.action_space == (gym.spaces.Discrete(3) if task[0] == "v" else gym.spaces.Box(-1, 1, (6,)))
+    observation, info = env.reset(seed=3)
+    name = env.unwrapped.names[observation["goal"]]
+    assert info["instruction"] == (f"Get the {name}" if task[0] == "v" else f"Reach the {name.title()} Box")
+    picture = env.render()
+    assert picture.dtype == np.uint8 and picture.shape[0] >= 240 and picture.shape[1] >= 320 and picture.shape[2] == 3
+    assert picture.std() > 10
+    env.close()
+
+
+@pytest.mark.parametrize("task", ["v1", "v3", "r1", "r3"])
+def test_tasks_without_an_unseen_split_say_so(task):
+    with pytest.raises(ValueError, match="only V2, V4 and R2 have an unseen split"):
+        make(task, "unseen")
+
+
+def test_unknown_split_names_the_known_ones():
+    with pytest.raises(ValueError, match='"seen" or "unseen"'):
+        make("v2", "test")
+
+
+@pytest.mark.parametrize(("task", "name", "index"), [("v1", "Bonus", 3), ("v1", "card", 0), ("r1", "green", 1)])
+def test_goal_can_be_fixed_by_name_or_index(task, name, index):
+    env = make(task)
+    for goal in (name, index, np.int64(index)):
+        for seed in range(3):
+            assert env.reset(seed=seed, options={"goal": goal})[0]["goal"] == index
+    for wrong in ("Key", -1, 9, 1.0, True):
+        with pytest.raises(ValueError, match=env.unwrapped.names[0] + ", " + env.unwrapped.names[1]):
+            env.reset(options={"goal": wrong})
+    env.close()
+
+
+def test_a_fixed_goal_changes_nothing_else():
+    env = envs.DoomEnv("v4")
+    images = [env.reset(seed=5, options=options)[0]["image"] for options in (None, {"goal": 0}, {"goal": 3})]
+    assert (images[0] == images[1]).all() and (images[0] == images[2]).all()
+    env.close()
+
+
+def test_fixed_goal_of_r3_lies_on_the_table():
+    env = envs.UR5Env("r3")
+    for seed in range(20):
+        env.reset(seed=seed, options={"goal": "purple"})
+        assert 4 in env.box_classes and len(set(env.box_classes)) == 3
+    env.close()
+
+
+@pytest.mark.parametrize("task", ["v1", "r1"])
+def test_goals_are_drawn_evenly(task):
+    env = make(task)
+    env.reset(seed=0)
+    goals = np.bincount([env.reset()[0]["goal"] for _ in range(600)])
+    assert goals.min() > 0.75 * 600 / len(goals)
+    env.close()
+
+
+@pytest.mark.parametrize("action", [3, -1, 1.0, np.nan, None, [1], "left", np.array([0, 1])])
+def test_doom_rejects_wrong_actions(v1, action):
+    v1.reset(seed=0)
+    with pytest.raises(ValueError, match="0 .forward., 1 .left., 2 .right."):
+        v1.step(action)
+    assert v1.step(0)[1] == pytest.approx(-0.01)  # the episode goes on
+
+
+@pytest.mark.parametrize("action", [[0] * 5, [0] * 7, [[0] * 6], 0.5, [1.1] + [0] * 5, [math.nan] * 6, [math.inf] * 6])
+def test_ur5_rejects_wrong_actions(r1, action):
+    r1.reset(seed=0)
+    with pytest.raises(ValueError, match="6 joint velocities within"):
+        r1.step(action)
+    assert r1.step([0] * 6)[1] == pytest.approx(-0.01)
+
+
+@pytest.mark.parametrize("env_class", [envs.DoomEnv, envs.UR5Env])
+def test_no_step_without_an_episode(env_class):
+    env = env_class()
+    action = env.action_space.sample()
+    with pytest.raises(gym.error.ResetNeeded, match="call reset"):
+        env.step(action)
+    env.reset(seed=0)
+    play(env, lambda: 1 if env_class is envs.DoomEnv else np.zeros(6))
+    with pytest.raises(gym.error.ResetNeeded, match="call reset"):
+        env.step(action)
+    env.close()
+
+
+# ------------------------------------------------------------------------------------------------- rewards and outcomes
+
+
+@pytest.mark.parametrize("task", V_TASKS)
+def test_doom_time_limit(task):
+    env = envs.DoomEnv(task)
+    env.reset(seed=0)
+    rewards, _, terminated, truncated, info = play(env, lambda: 1)
+    assert not terminated and truncated and info == {"is_success": False, "reached": -1}
+    steps = 25 if task in ("v1", "v2") else 50
+    assert rewards == pytest.approx([-0.01] * (steps - 1) + [-0.11])
+    env.close()
+
+
+@pytest.mark.parametrize(("task", "success", "nongoal"), [("v1", 10, -1), ("r1", 1, -0.3)])
+def test_reaching_pays_in_place_of_the_cost(task, success, nongoal):
+    env = make(task).unwrapped
+    lasts = {True: set(), False: set()}
+    for seed, goal in itertools.product(range(6), range(3)):
+        env.reset(seed=seed, options={"goal": goal})
+        walker = Walker(env) if task == "v1" else None
+        told, env.goal = env.goal, (goal + seed % 2) % 3  # every other time, score the agent for another goal
+        rewards, _, terminated, truncated, info = play(
+            env, walker.action if walker else lambda told=told: lead(env, told)
+        )
+        if not terminated:
+            continue
+        assert not truncated and info == {"is_success": env.goal == told, "reached": told}
+        assert rewards[:-1] == pytest.approx([-0.01] * (len(rewards) - 1))
+        lasts[info["is_success"]].add(round(rewards[-1], 4))
+    tics = [0, 0.0025, 0.005, 0.0075] if task == "v1" else [0]  # what the tics before the last one cost
+    assert lasts[True] and lasts[True] <= {round(success - cost, 4) for cost in tics}
+    assert lasts[False] and lasts[False] <= {round(nongoal - cost, 4) for cost in tics}
+    env.close()
+
+
+def lead(env, told):
+    scored, env.goal = env.goal, told
+    action = reach_action(env)
+    env.goal = scored
+    return action
+
+
+def test_doom_object_is_reached_when_the_boxes_overlap(v1):
+    """The episode ends on the first tic with |dx| and |dy| below 36, and the frames after it repeat the last."""
+    for seed in range(8):
+        v1.reset(seed=seed)
+        x, y = v1.objects[v1.goal]
+        _, observation, terminated, _, info = play(v1, Walker(v1).action)
+        if terminated and info["is_success"]:
+            assert abs(v1.x - x) < 36 and abs(v1.y - y) < 36
+            assert max(abs(v1.x - x), abs(v1.y - y)) > 36 - 17  # no tic moves further than 17
+            return
+    raise AssertionError("the scripted agent reached nothing")
+
+
+def test_ur5_time_limit_and_reach_distance(r1):
+    r1.reset(seed=0)
+    rewards, *_, info = play(r1, lambda: np.zeros(6))
+    assert rewards == pytest.approx([-0.01] * 49 + [-0.11]) and info["reached"] == -1
+    r1.reset(seed=0)
+    *_, info = play(r1, lambda: reach_action(r1))
+    distances = np.linalg.norm(r1.box_positions - r1.data.site("tip").xpos, axis=1)
+    assert info["is_success"] and distances.min() <= envs.REACH_DISTANCE
+
+
+# -------------------------------------------------------------------------------------------------- what the agent sees
+
+
+def test_frames_are_averaged_by_area():
+    rng = np.random.default_rng(0)
+    frame = rng.integers(0, 256, (4, 120, 160))
+    fine = frame.repeat(7, 1).repeat(21, 2)  # 840 = 42 * 20 rows, 3360 = 42 * 80 columns
+    expected = fine.reshape(4, 42, 20, 42, 80).mean((2, 4))
+    assert np.abs(envs.shrink(frame.astype(np.float32)) - expected).max() <= 0.5 + 1e-4
+
+
+def test_the_stack_holds_the_frames_of_the_step(v1):
+    image = v1.reset(seed=0)[0]["image"]
+    assert all((image[4 * tic : 4 * tic + 4] == image[:4]).all() for tic in range(4))
+    for _ in range(2):
+        v1.step(1)  # the engine ignores the first tics
+    image = v1.step(1)[0]["image"]  # turning: each tic shows another frame
+    assert len({image[4 * tic : 4 * tic + 4].tobytes() for tic in range(4)}) == 4
+    assert (image[12:] == envs.shrink(v1.frame)).all()
+
+
+def test_objects_lie_where_they_should():
+    room, maze = envs.DoomEnv("v2"), envs.DoomEnv("v4")
+    rng = np.random.default_rng(0)
+    room.np_random = maze.np_random = rng
+    room.goal = 0
+    places = np.array([room.place_objects() for _ in range(2000)])  # (2000, 4, 2)
+    assert places.min() >= 68 and places.max() <= 796
+    assert (np.histogram(places, bins=8, range=(68, 796))[0] > 0.9 * places.size / 8).all()  # the whole room, evenly
+    goals, others = places[:, :1], places[:, 1:]
+    assert np.abs(others - goals).max(-1).min() >= 72 and np.abs(others - 420).max(-1).min() >= 36
+    orders = {tuple(map(tuple, maze.place_objects())) for _ in range(500)}
+    assert orders == set(itertools.permutations(envs.MAZE_PLACES))
+
+
+def test_items_are_where_the_map_says(v1):
+    """Facing an object, the depth and the colour change when it is taken away: the engine really put it there."""
+    for kinds in envs.ITEMS.values():
+        for kind in kinds:
+            views = []
+            for things in ([(420, 300, kind)], []):
+                v1.reset(seed=0)
+                v1.load_map(envs.map_text(envs.ROOM, 270, envs.PLAIN, things), 0)
+                views.append(v1.frame.copy())
+            changed = np.abs(views[0] - views[1]).max(0) > 0
+            assert changed.sum() > 40, kind
+            columns = np.argwhere(changed)[:, 1]
+            assert 60 < columns.mean() < 100  # in the middle of the screen
+
+
+def iwad_textures():
+    data = Path(vizdoom.root_path, "freedoom2.wad").read_bytes()
+    count, directory = struct.unpack_from("<ii", data, 4)
+    for entry in range(directory, directory + 16 * count, 16):
+        offset, _, name = struct.unpack_from("<ii8s", data, entry)
+        if name.startswith(b"TEXTURE"):
+            for i in range(struct.unpack_from("<i", data, offset)[0]):
+                start = offset + struct.unpack_from("<i", data, offset + 4 + 4 * i)[0]
+                yield data[start : start + 8].rstrip(b"\0").decode()
+
+
+def test_texture_pools():
+    seen, unseen = set(envs.SEEN_TEXTURES), set(envs.UNSEEN_TEXTURES)
+    assert len(envs.SEEN_TEXTURES) == len(seen) == 40 and len(envs.UNSEEN_TEXTURES) == len(unseen) == 10
+    assert not seen & unseen
+    assert seen | unseen <= set(iwad_textures())
+
+
+@pytest.mark.parametrize(("task", "split"), [("v2", "seen"), ("v2", "unseen"), ("v4", "seen"), ("v4", "unseen")])
+def test_textures_are_drawn_independently(task, split):
+    env = envs.DoomEnv(task, split)
+    env.reset(seed=0)
+    draws = []
+    for _ in range(300):
+        env.reset()
+        draws.append(env.textures)
+    pool = set(envs.SEEN_TEXTURES if split == "seen" else envs.UNSEEN_TEXTURES)
+    for surface in zip(*draws, strict=True):  # wall, floor, ceiling
+        assert set(surface) == pool
+    assert sum(len(set(draw)) == 1 for draw in draws) < 15
+    env.close()
+
+
+def test_plain_tasks_have_one_texture_set():
+    for task in ("v1", "v3"):
+        env = envs.DoomEnv(task)
+        for seed in range(3):
+            env.reset(seed=seed)
+            assert env.textures == ("STONE2", "CEIL5_2", "CEIL5_1")
+        env.close()
+
+
+def test_ur5_has_its_true_lengths_masses_and_limits(r1):
+    """The flange's position against the DH product, for random joint angles."""
+    d, a = [0.089159, 0, 0, 0.10915, 0.09465, 0.0823], [0, -0.425, -0.39225, 0, 0, 0]
+    alpha = [np.pi / 2, 0, 0, np.pi / 2, -np.pi / 2, 0]
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        angles = rng.uniform(-3, 3, 6)
+        pose = np.diag([-1.0, -1.0, 1.0, 1.0])  # the controller's base frame is turned by half a circle
+        for i in range(6):
+            c, s, ca, sa = np.cos(angles[i]), np.sin(angles[i]), np.cos(alpha[i]), np.sin(alpha[i])
+            row = [[c, -s * ca, s * sa, a[i] * c], [s, c * ca, -c * sa, a[i] * s], [0, sa, ca, d[i]], [0, 0, 0, 1]]
+            pose = pose @ np.array(row)
+        r1.data.qpos[:] = angles
+        r1.mujoco.mj_kinematics(r1.model, r1.data)
+        wrist = r1.data.body("wrist_3")
+        flange = wrist.xpos + wrist.xmat.reshape(3, 3) @ [0, 0.0823, 0]
+        assert flange == pytest.approx(pose[:3, 3], abs=1e-6)
+    masses = [r1.model.body(name).mass[0] for name in ("shoulder", "upper_arm", "forearm", "wrist_1", "wrist_2")]
+    assert masses == pytest.approx([3.7, 8.393, 2.33, 1.219, 1.219])
+    assert r1.model.jnt_range[:3] == pytest.approx(np.array([[-3.14, 3.14]] * 3), abs=0.01)
+    assert r1.model.jnt_range[3:] == pytest.approx(np.array([[-5, 5]] * 3), abs=0.01)
+    assert (r1.joint_speed <= np.pi).all()
+
+
+def test_ur5_action_is_a_joint_velocity_held_for_16_physics_steps(r1):
+    r1.reset(seed=0)
+    before, time_before = r1.data.qpos.copy(), r1.data.time
+    action = np.array([0.5, -0.3, 0.2, 0.8, -0.6, 0.4])
+    for _ in range(3):
+        r1.step(action)
+    seconds = r1.data.time - time_before
+    assert seconds == pytest.approx(3 * 16 * r1.model.opt.timestep)
+    assert (r1.data.qpos - before) / seconds == pytest.approx(action * r1.joint_speed, abs=0.12)
+
+
+def test_ur5_does_not_sink_into_the_table(r1):
+    r1.reset(seed=0)
+    lowest = 1.0
+    r1.reset(seed=0, options={"goal": 0})
+    r1.box_positions[:] = 9  # nothing to reach, so that the episode goes on
+    for _ in range(30):
+        r1.step(np.array([0, 1, 0, 0, 0, 0]))  # the whole arm downwards
+        lowest = min(lowest, r1.data.site("tip").xpos[2])
+    assert lowest > -0.03
+
+
+@pytest.mark.parametrize(("task", "split"), [s for s in SPLITS if s[0] in R_TASKS])
+def test_ur5_shows_all_boxes_and_the_arm(task, split):
+    env = envs.UR5Env(task, split)
+    for seed in range(12):
+        image = env.reset(seed=seed)[0]["image"].astype(int)
+        hidden = env.model.geom_rgba.copy()
+        for box in [*env.boxes, "arm"]:
+            geoms = [box] if box != "arm" else [g for g in range(env.model.ngeom) if env.model.geom_bodyid[g] > 0]
+            env.model.geom_rgba[geoms, 3] = 0
+            without = env.camera_image()
+            env.model.geom_rgba[:] = hidden
+            changed = np.argwhere((image != without).any(0))
+            assert len(changed) > (200 if box == "arm" else 20)
+            assert changed.min() > 0 and changed.max() < 83  # whole: not cut off by the border
+    env.close()
+
+
+def test_r2_backgrounds():
+    pairs = {split: {tuple(sorted(pair)) for pair in envs.CHECKERS[split]} for split in ("seen", "unseen")}
+    assert len(pairs["seen"]) == len(pairs["unseen"]) == 5 and not pairs["seen"] & pairs["unseen"]
+    corners = {}
+    for split in ("seen", "unseen"):
+        env = envs.UR5Env("r2", split)
+        env.reset(seed=0)
+        corners[split] = {env.reset()[0]["image"][:, :12, :12].tobytes() for _ in range(60)}
+        assert len(corners[split]) == 5
+        env.close()
+    assert not corners["seen"] & corners["unseen"]
+    for task in ("r1", "r3"):
+        env = envs.UR5Env(task)
+        corner = env.reset(seed=0)[0]["image"][:, :12, :12].astype(int)
+        assert np.ptp(corner) < 40 and len({env.reset()[0]["image"][:, :12, :12].tobytes() for _ in range(20)}) == 1
+        env.close()
+
+
+# ------------------------------------------------------------------------------------------------------ is it the task?
+
+
+def random_outcomes(task, first, episodes):
+    env = envs.DoomEnv(task) if task in V_TASKS else envs.UR5Env(task)
+    if task in R_TASKS:
+        env.camera_image = lambda: env.image  # the outcome does not depend on the picture
+    rng = np.random.default_rng(first)
+    counts = np.zeros(2, int)
+    for seed in range(first, first + episodes):
+        env.reset(seed=seed)
+        policy = (lambda: rng.integers(3)) if task in V_TASKS else (lambda: rng.uniform(-1, 1, 6))
+        *_, info = play(env, policy)
+        counts += [info["is_success"], info["reached"] >= 0 and not info["is_success"]]
+    env.close()
+    return counts
+
+
+@pytest.mark.parametrize("task", V_TASKS + R_TASKS)
+def test_random_policy(task):
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        success, nongoal = sum(pool.starmap(random_outcomes, [(task, 0, 500), (task, 500, 500)])) / 1000
+    print(f"{task}: random policy succeeds in {success:.1%}, ends on a non-goal object in {nongoal:.1%}")
+    low, high = {"v": (0.05, 0.085) if task in ("v1", "v2") else (0.06, 0.11), "r": (0.035, 0.065)}[task[0]]
+    assert low <= success <= high
+
+
+def test_scripted_agent_wins_v1(v1):
+    wins = 0
+    for seed in range(200):
+        v1.reset(seed=seed)
+        wins += play(v1, Walker(v1).action)[-1]["is_success"]
+    print(f"v1: the scripted agent wins {wins} of 200")
+    assert wins >= 194
+
+
+@pytest.mark.parametrize("task", ["v3", "v4"])
+def test_every_object_of_the_maze_can_be_reached(task):
+    env = envs.DoomEnv(task)
+    longest = 0
+    for order, goal in itertools.product(itertools.permutations(envs.MAZE_PLACES), range(4)):
+        env.place_objects = lambda order=order: np.array(order)
+        env.reset(seed=0, options={"goal": goal})
+        assert play(env, Walker(env).action)[-1]["is_success"], (order, goal)
+        longest = max(longest, env.steps)
+    print(f"{task}: the scripted agent wins all 96, in at most {longest} steps")
+    env.close()
+
+
+@pytest.mark.parametrize("task", R_TASKS)
+def test_every_box_can_be_reached(task):
+    env = envs.UR5Env(task)
+    env.camera_image = lambda: env.image
+    wins, where = 0, set()
+    for seed in range(300):
+        env.reset(seed=seed)
+        where.add((list(env.box_classes).index(env.goal), env.goal))
+        wins += play(env, lambda: reach_action(env))[-1]["is_success"]
+    print(f"{task}: the inverse-kinematics agent wins {wins} of 300")
+    assert wins >= 297 and len(where) == 3 * len(env.names)
+    env.close()
+
+
+# ----------------------------------------------------------------------------------------------------- pure in its seed
+
+
+def fingerprint(task, split, seed, pause=0.0, before=0):
+    """A digest of everything that an episode with fixed actions shows, after `before` other episodes."""
+    env = make(task, split)
+    for other in range(before):
+        env.reset(seed=1000 + other)
+        for _ in range(7):
+            env.step(env.action_space.sample())
+    rng = np.random.default_rng(seed)
+    observation, info = env.reset(seed=seed)
+    digest = hashlib.sha256(observation["image"].tobytes() + info["instruction"].encode())
+    over = False
+    while not over:
+        time.sleep(pause)
+        action = int(rng.integers(3)) if task in V_TASKS else rng.uniform(-1, 1, 6)
+        observation, reward, terminated, truncated, info = env.step(action)
+        digest.update(observation["image"].tobytes() + repr((observation["goal"], reward, info)).encode())
+        over = terminated or truncated
+    env.close()
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize(("task", "split"), SPLITS)
+def test_an_episode_is_a_function_of_its_seed(task, split):
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        jobs = [(task, split, 7), (task, split, 7, 0.02, 3), (task, split, 8)]
+        one, two, other = pool.starmap(fingerprint, jobs, chunksize=1)
+    assert one == two != other
+
+
+# -------------------------------------------------------------------------------------------------------- hard to break
+
+
+def engines(marker):
+    """The live engines started by a process with this variable in its environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (
+                b"+viz_instance_id" in (process / "cmdline").read_bytes()
+                and marker.encode() in (process / "environ").read_bytes()
+            ):
+                found.append(int(process.name))
+        except OSError:  # it ended meanwhile, or is not ours
+            continue
+    return found
+
+
+def wait_until(condition, seconds=5):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+OWNER = """
+import gc, os, sys, time
+sys.path.insert(0, {root!r})
+import envs
+env = envs.DoomEnv("v2")
+env.reset(seed=1)
+env.step(0)
+print("ready", flush=True)
+{ending}
+"""
+ENDINGS = {
+    "close": "env.close(); print('closed', flush=True); time.sleep(60)",
+    "garbage collection": "del env; gc.collect(); print('closed', flush=True); time.sleep(60)",
+    "normal exit": "",
+    "exception": "raise RuntimeError('on purpose')",
+    "SIGINT": "while True: env.step(1) if env.running else env.reset()",
+    "SIGTERM": "while True: env.step(1) if env.running else env.reset()",
+    "SIGKILL": "while True: env.step(1) if env.running else env.reset()",
+    "SIGTERM asleep": "time.sleep(60)",
+    "SIGKILL asleep": "time.sleep(60)",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_no_engine_outlives_its_owner(ending, tmp_path):
+    marker = f"GACE_TEST={uuid.uuid4()}"
+    folder, temporary = tmp_path / "folder", tmp_path / "temporary"
+    folder.mkdir()
+    temporary.mkdir()
+    shared_before = set(Path("/dev/shm").glob("ViZDoom*"))
+    environment = {**os.environ, "GACE_TEST": marker.split("=")[1], "TMPDIR": str(temporary)}
+    command = [sys.executable, "-c", OWNER.format(root=str(ROOT), ending=ENDINGS[ending])]
+    owner = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert owner.stdout.readline() == b"ready\n"
+        if ending.startswith("SIG"):
+            assert len(engines(marker)) == 1
+            time.sleep(0.3)
+            owner.send_signal(getattr(signal, ending.split()[0]))
+        elif ENDINGS[ending].startswith(("env", "del")):
+            assert owner.stdout.readline() == b"closed\n"
+        else:
+            owner.wait(10)
+        assert wait_until(lambda: not engines(marker))
+        assert not list(folder.iterdir()) and not list(temporary.iterdir())
+        assert set(Path("/dev/shm").glob("ViZDoom*")) <= shared_before
+    finally:
+        owner.kill()
+        owner.communicate()
+
+
+def engine_of_this_process():
+    return [p for p in engines(f"GACE_SELF={os.environ['GACE_SELF']}")]
+
+
+def test_a_dead_engine_costs_one_episode(monkeypatch, v1):
+    monkeypatch.setenv("GACE_SELF", str(uuid.uuid4()))
+    for _ in range(2):
+        v1.reset(seed=4)
+        v1.step(0)
+        (engine,) = engine_of_this_process()
+        os.kill(engine, signal.SIGKILL)
+        observation, reward, terminated, truncated, info = v1.step(0)
+        assert (reward, terminated, truncated) == (0, False, True)
+        assert info == {"engine_died": True, "is_success": False, "reached": -1}
+        assert v1.observation_space.contains(observation)
+        with pytest.raises(gym.error.ResetNeeded):
+            v1.step(0)
+    v1.reset(seed=4)
+    os.kill(*engine_of_this_process(), signal.SIGKILL)  # between two episodes
+    first = v1.reset(seed=4)[0]["image"]
+    assert (first == v1.reset(seed=4)[0]["image"]).all()
+    assert v1.step(0)[1] == pytest.approx(-0.01)
+
+
+def test_ctrl_c_in_a_step_leaves_an_environment_that_works(v1):
+    v1.reset(seed=0)
+    expected = v1.step(0)[0]["image"]
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        while True:
+            v1.step(1) if v1.running else v1.reset()
+    signal.signal(signal.SIGALRM, previous)
+    v1.reset(seed=0)
+    assert (v1.step(0)[0]["image"] == expected).all()
+
+
+def make_task(task):
+    return lambda: make(task)
+
+
+@pytest.mark.parametrize("task", ["v1", "r1"])
+def test_twenty_environments_at_once(task):
+    mine = make(task)  # an environment of the parent, alive across the fork
+    mine.reset(seed=0)
+    vector = gym.vector.AsyncVectorEnv([make_task(task)] * 20)
+    images = vector.reset(seed=list(range(20)))[0]["image"].copy()
+    assert len({image.tobytes() for image in images}) > (10 if task == "v1" else 5)
+    for _ in range(30):
+        vector.step(vector.action_space.sample())
+    vector.close()
+    assert (mine.reset(seed=0)[0]["image"] == images[0]).all()
+    mine.close()
+
+
+def test_engines_of_copies_are_independent_of_the_parent(v1):
+    """A forked child that ends does not take the parent's engine with it."""
+    v1.reset(seed=0)
+    child = multiprocessing.get_context("fork").Process(target=int)
+    child.start()
+    child.join()
+    assert v1.step(0)[1] == pytest.approx(-0.01)
+
+
+def resident_kilobytes(pid):
+    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
+
+
+@pytest.mark.parametrize("task", ["v2", "r2"])
+def test_ten_thousand_resets_leak_nothing(task, monkeypatch):
+    monkeypatch.setenv("GACE_SELF", str(uuid.uuid4()))
+    env = make(task)
+    env.reset(seed=0)
+    processes = [os.getpid(), *engine_of_this_process()]
+
+    def usage():
+        return [(resident_kilobytes(pid), len(os.listdir(f"/proc/{pid}/fd"))) for pid in processes]
+
+    for _ in range(2000):  # every texture has been loaded by then
+        env.reset()
+    before = usage()
+    for _ in range(8000):
+        env.reset()
+    for (memory, files), (memory_before, files_before) in zip(usage(), before, strict=True):
+        assert memory < memory_before + 4000 and files <= files_before
+    env.close()
+
+
+def test_making_and_closing_leaks_nothing():
+    files = []
+    for task in ("v1", "r1"):
+        for _ in range(15):
+            env = make(task, render_mode="rgb_array")
+            env.reset(seed=0)
+            env.render()
+            env.close()
+            files.append(len(os.listdir("/proc/self/fd")))
+    assert files[14] <= files[1] and files[29] <= files[17]
+
+
+# ------------------------------------------------------------------------------------------------ rendering and scripts
+
+RENDER = "import gymnasium as gym, envs, os; gym.make('gace/R1-v0').reset(); print(os.environ['MUJOCO_GL'])"
+
+
+def render_with(**variables):
+    environment = {k: v for k, v in os.environ.items() if k not in ("MUJOCO_GL", "PYOPENGL_PLATFORM", "DISPLAY")}
+    command = [sys.executable, "-c", RENDER]
+    return subprocess.run(command, cwd=ROOT, env={**environment, **variables}, capture_output=True, text=True)
+
+
+def test_rendering_backend_is_found_without_help():
+    assert render_with().stdout.strip() in ("egl", "osmesa")
+
+
+def test_rendering_backend_that_fails_names_the_packages():
+    no_backend = render_with(__EGL_VENDOR_LIBRARY_FILENAMES="/nonexistent", OSMESA_LIBRARY="/nonexistent")
+    if no_backend.returncode:  # OSMesa may be installed
+        assert "libegl1" in no_backend.stderr.splitlines()[-1] and "libosmesa6" in no_backend.stderr.splitlines()[-1]
+    else:
+        assert no_backend.stdout.strip() == "osmesa"
+    disabled = render_with(MUJOCO_GL="disabled")
+    assert disabled.returncode and "MUJOCO_GL=disabled" in disabled.stderr.splitlines()[-1]
+
+
+def test_bench_prints_a_table():
+    command = [sys.executable, "bench.py", "--tasks", "v1", "r1", "--seconds", "1"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line.split()[1] for line in lines[2:]] == ["V1", "R1"]
+    shares = [int(re.search(r"(\d+)%", line)[1]) for line in lines[2:]]
+    assert 50 < shares[0] <= 100 and 50 < shares[1] <= 100  # the bars, 70 and 85, are for a quiet machine
+    wrong = subprocess.run([*command[:3], "v9"], cwd=ROOT, capture_output=True, text=True)
+    assert wrong.returncode and wrong.stderr.strip() == "unknown task 'v9'; use any of v1 v2 v3 v4 r1 r2 r3"
