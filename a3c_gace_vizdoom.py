@@ -1,0 +1,869 @@
+"""A3C with goal-aware cross-entropy (GACE) and goal-discriminative attention networks (GDAN) on V1 to V4.
+
+Paper: "Goal-Aware Cross-Entropy for Multi-Target Reinforcement Learning" (NeurIPS 2021).
+
+    python a3c_gace_vizdoom.py --task v1 --gdan                       # train A3C+GACE&GDAN
+    python a3c_gace_vizdoom.py --task v2 --aux none                   # train a baseline: none, vae or rad
+    python a3c_gace_vizdoom.py --evaluate runs/RUN/checkpoint.pt --capture-video
+
+Workers are processes. Each plays a few environments, acting in one batch; whenever an episode ends, it back-propagates
+through the whole of it and updates the shared parameters without waiting for anybody.
+"""
+
+import csv
+import ctypes
+import os
+import queue
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from PIL import Image, ImageDraw
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+import envs
+
+
+@dataclass
+class Args:
+    task: Literal["v1", "v2", "v3", "v4"] = "v1"
+    """the task: a room (v1), with random textures (v2); a maze (v3), with random textures (v4)"""
+    gdan: bool = False
+    """use the goal-discriminative attention networks (needs --aux gace)"""
+    aux: Literal["gace", "vae", "rad", "none"] = "gace"
+    """what is learned beside the RL loss: gace (the paper's), vae, rad (random crops), or none (plain A3C)"""
+    seed: int = 1
+    """seed of the parameters and of every episode"""
+    total_updates: int = 200_000
+    """number of updates, summed over the workers; one per finished episode"""
+
+    # The paper's table of hyperparameters
+    warmup: int = 2_000
+    """goal states to collect with a random policy before the first update"""
+    goal_batch_size: int = 50
+    """goal states in one GACE loss"""
+    eta: float = 0.5
+    """coefficient of the GACE loss (Eq. 9), or of the VAE loss; the paper recommends 0.3 to 0.5"""
+    epsilon_n: float = 0.0
+    """probability to store the last state of an episode that reached nothing, as a class of its own"""
+    gamma: float = 0.99
+    """discount"""
+    learning_rate: float = 7e-5
+    """of Adam with AMSGrad, whose moments the workers share"""
+    max_grad_norm: float = 10.0
+    """the gradient is clipped at this norm"""
+    entropy_coef: float = 0.01
+    """coefficient of the entropy bonus (Eq. 3)"""
+    num_workers: int = field(default_factory=lambda: min(20, os.cpu_count() or 1))
+    """worker processes; by default one per core, at most the paper's 20"""
+
+    # What the paper leaves out
+    adam_epsilon: float = 1e-3
+    """Adam's epsilon; the authors use 1e-3, not PyTorch's 1e-8"""
+    value_coef: float = 0.5
+    """coefficient of the value loss (Eq. 5)"""
+    reward_scale: float = 1.0
+    """rewards are multiplied by this before the loss"""
+    goal_storage_size: int = 100_000
+    """goal states kept, on disk; the oldest go first"""
+    freeze_discriminator_at: int | None = None
+    """ablation: the GACE loss contributes nothing after this many updates"""
+    envs_per_worker: int = 8
+    """environments that a worker plays at once"""
+
+    # Evaluation, logging, resuming
+    eval_every: int = 10_000
+    """updates between two evaluations"""
+    episodes: int = 500
+    """episodes of an evaluation, on each split"""
+    checkpoint_every: float = 60.0
+    """seconds between two checkpoints"""
+    resume: Path | None = None
+    """go on with the run in this folder, with its own arguments"""
+    evaluate: Path | None = None
+    """evaluate this checkpoint instead of training"""
+    split: Literal["seen", "unseen"] | None = None
+    """with --evaluate: this split only"""
+    goal: str | None = None
+    """with --evaluate: this goal only, by name"""
+    capture_video: bool = False
+    """with --evaluate: write a video of a few episodes beside the checkpoint"""
+    track: bool = False
+    """log to Weights and Biases as well (needs `pip install wandb`)"""
+    cuda: bool = field(default_factory=torch.cuda.is_available)
+    """compute on a GPU; by default where there is one"""
+
+
+# ------------------------------------------------------------------------------------------------------------ networks
+
+
+class FeatureExtractor(nn.Module):
+    """sigma: an image to its encoding e (Eq. 1)."""
+
+    def __init__(self):
+        super().__init__()
+        channels = (16, 32, 32, 64, 64)
+        self.convs = nn.ModuleList(nn.Conv2d(i, o, 3, 2, 1) for i, o in zip(channels[:-1], channels[1:], strict=True))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(o, track_running_stats=False) for o in channels[1:])
+        self.linear = nn.Linear(64 * 3 * 3, 256)
+
+    def forward(self, images, per_frame):
+        """The authors' batch normalisation keeps no running statistics. Acting, it sees one frame, and so it normalises
+        `per_frame`; only the batch of goal states is normalised as a batch."""
+        layout = torch.contiguous_format if per_frame else torch.channels_last  # the faster one for each norm
+        x = images.float().contiguous(memory_format=layout)
+        for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
+            weight = conv.weight.contiguous(memory_format=layout)
+            x = F.conv2d(x, weight / 255 if i == 0 else weight, conv.bias, stride=2, padding=1)  # states within [0, 1]
+            x = F.group_norm(x, x.shape[1], norm.weight, norm.bias, norm.eps) if per_frame else norm(x)
+            x = F.relu(x)
+        return F.relu(self.linear(x.flatten(1)))  # (batch, 256)
+
+
+class GoalDiscriminator(nn.Module):
+    """d: an encoding to the goal it belongs to (Eq. 7). Its hidden layer is the query of GDAN."""
+
+    def __init__(self, classes):
+        super().__init__()
+        self.hidden = nn.Linear(256, 256)
+        self.output = nn.Linear(256, classes)
+
+    def query(self, features):
+        return F.relu(self.hidden(features))
+
+    def forward(self, features):
+        return self.output(self.query(features))  # (batch, classes)
+
+
+class ActorCritic(nn.Module):
+    """f: an encoding and an instruction to policy and value (Eq. 2)."""
+
+    def __init__(self, goals, actions, gdan):
+        super().__init__()
+        self.embedding = nn.Embedding(goals, 25)
+        self.instruction = nn.Linear(25, 256)
+        self.lstm = nn.LSTM(512, 256)
+        self.gdan = gdan
+        if gdan:
+            self.key_value = nn.Linear(512, 512)
+            self.w_q = nn.Linear(256, 256)
+            self.w_k = nn.Linear(256, 256)
+            self.combine = nn.Linear(512, 256)
+        width = 256 if gdan else 512
+        self.policy = nn.Sequential(
+            nn.Linear(width, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, actions)
+        )
+        self.value = nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def gated(self, features, goals):
+        """Gated attention: the instruction chooses among the features."""
+        gate = torch.sigmoid(self.instruction(self.embedding(goals)))
+        return features * gate, gate
+
+    def heads(self, gated, memory, query):
+        """From gated features M, the LSTM's output and the query of the goal-discriminator to policy and value."""
+        x = torch.cat([gated, memory], -1)
+        if self.gdan:
+            key, value = F.relu(self.key_value(x)).chunk(2, -1)
+            # The ReLUs are the authors'; the paper's Eq. 10 has none.
+            attention = torch.tanh(F.relu(self.w_q(query)) + F.relu(self.w_k(key)))  # u (Eq. 10)
+            attended = value * attention  # h (Eq. 11)
+            x = F.relu(self.combine(torch.cat([attended, memory], -1)))
+        return self.policy(x), self.value(x).squeeze(-1)
+
+
+class VAE(nn.Module):
+    """The baseline's head: encodings to a Gaussian latent, and back to the image, as 42x42 the way it was encoded."""
+
+    def __init__(self, latent=64):
+        super().__init__()
+        self.gaussian = nn.Linear(256, 2 * latent)
+        self.linear = nn.Linear(latent, 64 * 3 * 3)
+        self.deconvs = nn.Sequential(
+            nn.ConvTranspose2d(64, 64, 3, 2, 1, output_padding=1),  # 3 to 6
+            nn.ReLU(),
+            nn.ConvTranspose2d(64, 32, 3, 2, 1),  # 6 to 11
+            nn.ReLU(),
+            nn.ConvTranspose2d(32, 32, 3, 2, 1),  # 11 to 21
+            nn.ReLU(),
+            nn.ConvTranspose2d(32, 16, 3, 2, 1, output_padding=1),  # 21 to 42
+        )
+
+    def forward(self, features):
+        mean, log_variance = self.gaussian(features).chunk(2, -1)
+        latent = mean + torch.exp(0.5 * log_variance) * torch.randn_like(mean)
+        images = self.deconvs(F.relu(self.linear(latent)).view(-1, 64, 3, 3))
+        return images, mean, log_variance
+
+
+class Agent(nn.Module):
+    def __init__(self, args, goals=4, actions=3):
+        super().__init__()
+        self.feature_extractor = FeatureExtractor()
+        self.goal_discriminator = GoalDiscriminator(goals + (args.epsilon_n > 0))
+        self.actor_critic = ActorCritic(goals, actions, args.gdan)
+        self.vae = VAE() if args.aux == "vae" else None
+
+    def query(self, features):
+        # The RL loss trains the discriminator's hidden layer through the query, as in the authors' code.
+        return self.goal_discriminator.query(features) if self.actor_critic.gdan else None
+
+    @torch.no_grad()
+    def act(self, images, goals, memory):
+        """One step of several environments: (envs, 16, 42, 42), (envs,) and the LSTM's state, (2, envs, 256)."""
+        features = self.feature_extractor(images, per_frame=True)
+        gated, gate = self.actor_critic.gated(features, goals)
+        weights = self.actor_critic.lstm.all_weights[0]
+        memory = torch.stack(torch.lstm_cell(torch.cat([gated, gate], -1), tuple(memory), *weights))
+        logits, value = self.actor_critic.heads(gated, memory[0], self.query(features))
+        return logits, value, memory
+
+    def forward(self, images, goals):
+        """A whole episode: (steps, 16, 42, 42), (steps,) to logits (steps, actions), values (steps,) and features."""
+        features = self.feature_extractor(images, per_frame=True)
+        gated, gate = self.actor_critic.gated(features, goals)
+        memory = self.actor_critic.lstm(torch.cat([gated, gate], -1)[:, None])[0][:, 0]
+        return *self.actor_critic.heads(gated, memory, self.query(features)), features
+
+    def classify(self, images):
+        """Goal states to the logits of their goals (Eq. 6 and 7)."""
+        return self.goal_discriminator(self.feature_extractor(images, per_frame=False))
+
+
+# -------------------------------------------------------------------------------------------------------- goal storage
+
+
+class GoalStorage:
+    """Goal states with their automatic labels, shared by all workers: a ring of fixed records in a file, so that it
+    costs a worker no memory, grows on disk only as it fills, and survives with the run."""
+
+    state_shape = (42, 42, 16)  # channels last: as the convolutions of the batch want it
+    record_bytes = 42 * 42 * 16 + 1  # a state and its label
+
+    def __init__(self, path, capacity, count):
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT)
+        self.capacity = capacity
+        self.count = count  # how many were ever added: a shared integer
+
+    def __len__(self):
+        return min(self.count.value, self.capacity)
+
+    def add(self, state, label):
+        with self.count.get_lock():
+            slot = self.count.value % self.capacity
+            os.pwrite(self.file, state.transpose(1, 2, 0).tobytes() + bytes([label]), slot * self.record_bytes)
+            self.count.value += 1
+
+    def sample(self, batch_size, rng):
+        slots = rng.integers(len(self), size=batch_size)
+        records = bytearray().join(
+            os.pread(self.file, self.record_bytes, slot * self.record_bytes) for slot in slots.tolist()
+        )
+        records = torch.frombuffer(records, dtype=torch.uint8).view(batch_size, self.record_bytes)
+        return records[:, :-1].view(-1, *self.state_shape).permute(0, 3, 1, 2), records[:, -1].long()
+
+
+# -------------------------------------------------------------------------------------------------------------- losses
+
+
+def discounted_returns(rewards, gamma):
+    """R_t, the discounted sum of the rewards from step t to the end of the episode."""
+    returns = torch.empty(len(rewards))
+    following = 0.0
+    for t in reversed(range(len(rewards))):
+        returns[t] = following = rewards[t] + gamma * following
+    return returns
+
+
+def policy_loss(logits, actions, advantages, entropy_coef):
+    """Eq. 3, summed over the steps of the episode as the authors do. Also returns the mean entropy."""
+    log_probs = F.log_softmax(logits, -1)
+    entropies = -(log_probs.exp() * log_probs).sum(-1)
+    taken = log_probs.gather(-1, actions[:, None])[:, 0]
+    return -(taken * advantages).sum() - entropy_coef * entropies.sum(), entropies.mean()
+
+
+def value_loss(values, returns):
+    """Eq. 4, summed over the steps of the episode."""
+    return (returns - values).square().sum()
+
+
+def gace_loss(goal_logits, goal_labels):
+    """Goal-aware cross-entropy (Eq. 8): how well the encoded goal states tell the goals apart. The authors' mean over
+    the batch, where the paper writes a sum."""
+    return F.cross_entropy(goal_logits, goal_labels)
+
+
+def vae_loss(vae, features, images):
+    """The baseline A3C+VAE: reconstruction of every state of the episode, and the divergence of its latent."""
+    decoded, mean, log_variance = vae(features)
+    reconstruction = F.mse_loss(decoded, images.float() / 255, reduction="none").sum((1, 2, 3))
+    divergence = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(-1)
+    return (reconstruction + divergence).mean()
+
+
+# ------------------------------------------------------------------------------------------------------------- workers
+
+
+def flatten(agent):
+    """Lays all parameters, and all gradients, out in one vector each, so that sharing, clipping, the optimiser's step
+    and the checkpoint are one operation. Returns both vectors; the agent's parameters become views of the first."""
+    vector = nn.utils.parameters_to_vector(agent.parameters()).detach()
+    gradient = torch.zeros_like(vector)
+    offset = 0
+    for parameter in agent.parameters():
+        part = slice(offset, offset + parameter.numel())
+        parameter.data = vector[part].view_as(parameter)
+        parameter.grad = gradient[part].view_as(parameter)
+        offset += parameter.numel()
+    return vector, gradient
+
+
+class Shared:
+    """What the workers share: parameters, Adam's moments, counters, and the goal storage's count."""
+
+    def __init__(self, agent, num_workers, context):
+        self.parameters = nn.utils.parameters_to_vector(agent.parameters()).detach()
+        zeros = torch.zeros_like(self.parameters)
+        self.adam = {"exp_avg": zeros, "exp_avg_sq": zeros.clone(), "max_exp_avg_sq": zeros.clone()}
+        self.adam["step"] = torch.tensor(0.0)
+        self.episodes = torch.zeros(num_workers, dtype=torch.int64)  # begun by each worker: seeds of all that is random
+        for tensor in (self.parameters, self.episodes, *self.adam.values()):
+            tensor.share_memory_()
+        self.updates, self.env_steps, self.goal_count = (context.Value("q", 0) for _ in range(3))
+        self.stop, self.abort = context.Event(), context.Event()  # of the workers, and of an evaluation under way
+
+    def state(self):
+        return {
+            "parameters": self.parameters.clone(),
+            "adam": {name: tensor.clone() for name, tensor in self.adam.items()},
+            "episodes": self.episodes.clone(),
+            "updates": self.updates.value,
+            "env_steps": self.env_steps.value,
+            "goal_count": self.goal_count.value,
+        }
+
+    def load(self, state):
+        self.parameters.copy_(state["parameters"])
+        for name, tensor in self.adam.items():
+            tensor.copy_(state["adam"][name])
+        self.episodes[: len(state["episodes"])] = state["episodes"][: len(self.episodes)]
+        for name in ("updates", "env_steps", "goal_count"):
+            getattr(self, name).value = state[name]
+
+
+CROP = 36  # of 42, the proportion of RAD's 84 of 100
+
+
+class Episode:
+    """One environment of a worker and the episode it is in."""
+
+    def __init__(self, args, split="seen", render_mode=None):
+        self.args = args
+        self.env = gym.make(f"gace/{args.task.upper()}-v0", split=split, render_mode=render_mode)
+
+    def begin(self, seed, options=None, center_crop=False):
+        self.rng = np.random.default_rng(seed)
+        self.images, self.actions, self.rewards = [], [], []
+        self.corner = self.rng.integers(42 - CROP + 1, size=2) if not center_crop else [(42 - CROP) // 2] * 2
+        observation, info = self.env.reset(seed=int(self.rng.integers(2**31)), options=options)
+        self.goal, self.instruction = int(observation["goal"]), info["instruction"]
+        self.see(observation)
+
+    def see(self, observation):
+        image = observation["image"]
+        if self.args.aux == "rad":  # one crop an episode, so that the LSTM sees a steady world
+            y, x = self.corner
+            image = image[:, y : y + CROP, x : x + CROP]
+        self.image = image
+
+    def step(self, action):
+        observation, reward, terminated, truncated, self.info = self.env.step(action)
+        self.images.append(self.image)
+        self.actions.append(action)
+        self.rewards.append(reward)
+        self.see(observation)
+        return terminated or truncated
+
+    @property
+    def goal_state(self):
+        """One step before the state from which the goal was reached: in the last one it has often left the view."""
+        return self.images[-2]
+
+
+def act(agent, episodes, memory, device, greedy=False):
+    """Actions for all environments of a worker in one batch. `memory` is the LSTM's state, (2, envs, 256)."""
+    images = torch.from_numpy(np.stack([episode.image for episode in episodes])).to(device)
+    goals = torch.tensor([episode.goal for episode in episodes], device=device)
+    logits, _, memory = agent.act(images, goals, memory)
+    if greedy:
+        return logits.argmax(-1).tolist(), memory
+    cumulative = F.softmax(logits, -1).cumsum(-1).tolist()
+    draws = [episode.rng.random() for episode in episodes]
+    actions = [sum(draw > p for p in steps[:-1]) for draw, steps in zip(draws, cumulative, strict=True)]
+    return actions, memory
+
+
+def learn(args, agent, gradient, episode, storage, updates, device):
+    """The gradient of the overall loss (Eq. 9) for one episode, clipped; returns what one debugs the method by."""
+    images = torch.from_numpy(np.stack(episode.images)).to(device)  # (steps, 16, 42, 42)
+    actions = torch.tensor(episode.actions, device=device)
+    goals = torch.full_like(actions, episode.goal)
+    rewards = [reward * args.reward_scale for reward in episode.rewards]
+    returns = discounted_returns(rewards, args.gamma).to(device)
+
+    logits, values, features = agent(images, goals)
+    policy, entropy = policy_loss(logits, actions, returns - values.detach(), args.entropy_coef)
+    value = value_loss(values, returns)
+    loss = policy + args.value_coef * value  # Eq. 5
+    report = {"losses/policy": policy, "losses/value": value, "losses/entropy": entropy, "charts/value": values.mean()}
+
+    if args.aux == "gace":
+        frozen = args.freeze_discriminator_at is not None and updates > args.freeze_discriminator_at
+        with torch.set_grad_enabled(not frozen):
+            states, labels = (t.to(device) for t in storage.sample(args.goal_batch_size, episode.rng))
+            goal_logits = agent.classify(states)
+            gace = gace_loss(goal_logits, labels)
+        report["losses/gace"] = gace
+        report["charts/discriminator_accuracy"] = (goal_logits.argmax(-1) == labels).float().mean()
+        if not frozen:
+            loss = loss + args.eta * gace  # Eq. 9
+    elif args.aux == "vae":
+        report["losses/vae"] = vae = vae_loss(agent.vae, features, images)
+        loss = loss + args.eta * vae
+
+    gradient.zero_()
+    loss.backward()
+    norm = gradient.norm()
+    if not torch.isfinite(norm):
+        raise FloatingPointError(f"the loss is not finite at update {updates}: {loss.item()}")
+    gradient.mul_((args.max_grad_norm / norm).clamp(max=1))
+    report["losses/gradient_norm"] = norm
+    return {name: float(number.detach()) for name, number in report.items()}
+
+
+def keep_freed_memory():
+    """Has the C library keep what is freed. Otherwise it returns the activations of every update to the system and gets
+    them back page by page: a sixth of a worker's time."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc
+        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**29)
+
+
+def worker(index, args, run_folder, shared, reports, evaluations):
+    """Plays and learns until the updates are done; reports every episode, and a failure as its traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal: the main one decides
+    main_process = os.getppid()
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    torch.manual_seed(args.seed * 1000 + index)
+    device = torch.device("cuda" if args.cuda else "cpu")
+    episodes = []
+    try:
+        agent = Agent(args).to(device)
+        local, gradient = flatten(agent)
+        local.copy_(shared.parameters)
+        parameters = nn.Parameter(shared.parameters)
+        adam = torch.optim.Adam([parameters], args.learning_rate, eps=args.adam_epsilon, amsgrad=True, fused=True)
+        adam.state[parameters] = shared.adam
+        storage = GoalStorage(run_folder / "goal_states.bin", args.goal_storage_size, shared.goal_count)
+
+        def begin(episode):
+            shared.episodes[index] += 1
+            episode.begin([args.seed, index, int(shared.episodes[index])])
+            episode.warming_up = args.aux == "gace" and len(storage) < args.warmup
+
+        episodes = [Episode(args) for _ in range(args.envs_per_worker)]
+        for episode in episodes:
+            begin(episode)
+        memory = torch.zeros(2, len(episodes), 256, device=device)
+
+        while not shared.stop.is_set() and os.getppid() == main_process:
+            if all(episode.warming_up for episode in episodes):
+                actions = [int(episode.rng.integers(3)) for episode in episodes]
+            else:
+                actions, memory = act(agent, episodes, memory, device)
+            for slot, (episode, action) in enumerate(zip(episodes, actions, strict=True)):
+                if not episode.step(action):
+                    continue
+                report = {"length": len(episode.rewards), "return": sum(episode.rewards), **episode.info}
+                died = episode.info.get("engine_died", False)
+
+                if args.aux == "gace" and not died and len(episode.images) > 1:  # label the outcome and store it
+                    if episode.info["is_success"]:
+                        storage.add(episode.goal_state, episode.goal)
+                    elif episode.info["reached"] < 0 and episode.rng.random() < args.epsilon_n:
+                        storage.add(episode.images[-1], len(envs.ITEMS))
+
+                if not episode.warming_up and not died and len(episode.images) > 1:
+                    with shared.updates.get_lock():
+                        if shared.updates.value >= args.total_updates:
+                            shared.stop.set()
+                            break
+                        shared.updates.value += 1
+                        update = shared.updates.value
+                    report |= learn(args, agent, gradient, episode, storage, update, device)
+                    parameters.grad = gradient.to("cpu")
+                    adam.step()
+                    local.copy_(shared.parameters)
+                    report["update"] = update
+                    if update % args.eval_every == 0 or update == args.total_updates:
+                        evaluations.put((update, shared.env_steps.value, shared.parameters.numpy().copy()))
+
+                with shared.env_steps.get_lock():
+                    shared.env_steps.value += len(episode.rewards)
+                reports.put(report)
+                begin(episode)
+                memory[:, slot] = 0
+    except BaseException:
+        reports.put({"error": f"worker {index} failed:\n{traceback.format_exc()}"})
+    finally:
+        for episode in episodes:
+            episode.env.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+def evaluate(args, agent, split, device="cpu", goal=None, keep_going=lambda: True, num_envs=8, on_step=None):
+    """Success ratio, length and return over `args.episodes` episodes with the most likely action, and the accuracy of
+    the goal-discriminator on the goal states reached in them. The same episodes every time."""
+    seeds = iter(range(args.episodes))
+    render_mode = "rgb_array" if on_step else None
+    episodes = [Episode(args, split, render_mode) for _ in range(min(num_envs, args.episodes))]
+    options = {"goal": goal} if goal else None
+    for episode in episodes:
+        episode.begin([2**31, next(seeds)], options, center_crop=True)
+    memory = torch.zeros(2, len(episodes), 256, device=device)
+    successes, lengths, returns, states, labels = [], [], [], [], []
+    playing = list(range(len(episodes)))
+    while playing and keep_going():
+        actions, memory = act(agent, episodes, memory, device, greedy=True)
+        for slot in list(playing):
+            episode = episodes[slot]
+            if on_step:
+                on_step(episode, actions[slot])
+            if not episode.step(actions[slot]):
+                continue
+            successes.append(episode.info["is_success"])
+            lengths.append(len(episode.rewards))
+            returns.append(sum(episode.rewards))
+            if successes[-1] and len(episode.images) > 1:
+                states.append(episode.goal_state)
+                labels.append(episode.goal)
+            seed = next(seeds, None)
+            if seed is None:
+                playing.remove(slot)
+            else:
+                episode.begin([2**31, seed], options, center_crop=True)
+                memory[:, slot] = 0
+    for episode in episodes:
+        episode.env.close()
+    if playing:
+        return None
+    accuracy = float("nan")
+    if states and args.aux == "gace":
+        with torch.no_grad():  # in batches like those of training, because they are normalised as batches
+            batches = np.array_split(np.stack(states), max(1, len(states) // args.goal_batch_size))
+            guesses = torch.cat([agent.classify(torch.from_numpy(batch).to(device)).argmax(-1) for batch in batches])
+        accuracy = (guesses.cpu() == torch.tensor(labels)).float().mean().item()
+    return {
+        "split": split,
+        "success_ratio": float(np.mean(successes)),
+        "discriminator_accuracy": accuracy,
+        "episode_length": float(np.mean(lengths)),
+        "episode_return": float(np.mean(returns)),
+    }
+
+
+def evaluator(args, shared, reports, evaluations):
+    """Evaluates copies of the parameters while the workers go on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    main_process = os.getppid()
+    torch.set_num_threads(1)
+    try:
+        agent = Agent(args)
+        local, _ = flatten(agent)
+
+        def keep_going():
+            return not shared.abort.is_set() and os.getppid() == main_process
+
+        while keep_going():
+            try:
+                job = evaluations.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if job is None:
+                break
+            update, env_steps, parameters = job
+            local.copy_(torch.from_numpy(parameters))
+            for split in splits_of(args.task):
+                result = evaluate(args, agent, split, keep_going=keep_going)
+                if result:
+                    reports.put({"evaluation": {"update": update, "env_steps": env_steps, **result}})
+    except BaseException:
+        reports.put({"error": f"the evaluator failed:\n{traceback.format_exc()}"})
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+METRICS = "update env_steps seconds split success_ratio discriminator_accuracy episode_length episode_return".split()
+
+
+def splits_of(task):
+    return ["seen", "unseen"] if task in ("v2", "v4") else ["seen"]
+
+
+def algorithm(args):
+    return "a3c" + ("" if args.aux == "none" else f"+{args.aux}") + ("+gdan" if args.gdan else "")
+
+
+def save_atomically(path, content):
+    temporary = path.with_suffix(".tmp")
+    torch.save(content, temporary)
+    os.replace(temporary, path)
+
+
+def load_checkpoint(path):
+    """The checkpoint and its Args, or one line that says what is wrong with it."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        known = {f.name for f in fields(Args)}
+        args = Args(**{k: v for k, v in checkpoint["args"].items() if k in known})
+        expected = nn.utils.parameters_to_vector(Agent(args).parameters()).shape
+        if checkpoint["parameters"].shape != expected:
+            raise ValueError("its parameters are those of another network")
+        checkpoint["parameters"] = checkpoint["parameters"].float()  # those in results/ are 16-bit
+        return checkpoint, args
+    except FileNotFoundError:
+        raise SystemExit(f"{path} does not exist") from None
+    except Exception as error:
+        reason = str(error).split("\n")[0]
+        raise SystemExit(f"{path} is not a whole checkpoint of this script: {reason}") from None
+
+
+def summarise(reports):
+    """Means over the reports of episodes: how the training goes."""
+    means = {
+        "charts/success_ratio": np.mean([report["is_success"] for report in reports]),
+        "charts/nongoal_ratio": np.mean([report["reached"] >= 0 and not report["is_success"] for report in reports]),
+        "charts/episode_length": np.mean([report["length"] for report in reports]),
+        "charts/episode_return": np.mean([report["return"] for report in reports]),
+    }
+    learned = [report for report in reports if "update" in report]
+    for name in [name for name in learned[0] if "/" in name] if learned else []:
+        means[name] = np.mean([report[name] for report in learned])
+    return means
+
+
+def train(args, run_folder, checkpoint=None):
+    context = mp.get_context("spawn")
+    torch.manual_seed(args.seed)
+    shared = Shared(Agent(args), args.num_workers, context)
+    seconds_before = 0.0
+    if checkpoint:
+        shared.load(checkpoint)
+        seconds_before = checkpoint["seconds"]
+    metrics_path = run_folder / "metrics.csv"
+    rows = []
+    if metrics_path.exists():  # rows after the checkpoint belong to updates that were lost
+        with open(metrics_path) as file:
+            rows = [row for row in csv.DictReader(file) if int(row["update"]) <= shared.updates.value]
+    with open(metrics_path, "w", newline="") as file:
+        csv.writer(file).writerows([METRICS, *([row[name] for name in METRICS] for row in rows)])
+    writer = SummaryWriter(run_folder, purge_step=shared.updates.value or None)
+    writer.add_text(
+        "hyperparameters", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in asdict(args).items())
+    )
+
+    reports, evaluations = context.Queue(), context.Queue()
+    last = max((int(row["update"]) for row in rows), default=0)
+    if shared.updates.value // args.eval_every > last // args.eval_every:  # one was lost to an interruption
+        evaluations.put((shared.updates.value, shared.env_steps.value, shared.parameters.numpy().copy()))
+    workers = [
+        context.Process(target=worker, args=(index, args, run_folder, shared, reports, evaluations), daemon=True)
+        for index in range(args.num_workers)
+    ]
+    evaluating = context.Process(target=evaluator, args=(args, shared, reports, evaluations), daemon=True)
+    for process in (*workers, evaluating):
+        process.start()
+    signals = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, frame: signals.append(received))
+
+    started = time.monotonic()
+    saved = shown = started
+    window, recent, error, finished = [], deque(maxlen=500), None, False
+    bar = None
+
+    def save():
+        seconds = seconds_before + time.monotonic() - started
+        arguments = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(args).items()}
+        save_atomically(run_folder / "checkpoint.pt", {**shared.state(), "seconds": seconds, "args": arguments})
+
+    try:
+        save()
+        while not signals and not error:
+            try:
+                report = reports.get(timeout=0.2)
+            except queue.Empty:
+                report = {}
+                killed = [process for process in (*workers, evaluating) if process.exitcode not in (None, 0)]
+                if killed:
+                    error = f"{killed[0].name} was killed (exit code {killed[0].exitcode})"
+                if not finished and not any(process.is_alive() for process in workers):
+                    evaluations.put(None)  # the evaluator ends after the evaluations it still has
+                    finished = True
+                if finished and not evaluating.is_alive():
+                    break
+            if "error" in report:
+                error = report["error"]
+            elif "evaluation" in report:
+                row = report["evaluation"]
+                row["seconds"] = round(seconds_before + time.monotonic() - started, 1)
+                with open(metrics_path, "a", newline="") as file:
+                    csv.writer(file).writerow([row[name] for name in METRICS])
+                for name in METRICS[4:]:
+                    writer.add_scalar(f"evaluation/{row['split']}_{name}", row[name], row["update"])
+                tqdm.write(describe(row), file=sys.stdout)
+            elif report:
+                window.append(report)
+                recent.append(report)
+            if len(window) == 1000:
+                for name, number in summarise(window).items():
+                    writer.add_scalar(name, number, shared.updates.value)
+                window.clear()
+
+            now = time.monotonic()
+            if now - shown > 0.5 and recent:
+                shown, updates = now, shared.updates.value
+                warming_up = updates == 0 and args.aux == "gace"
+                if bar is None or (not warming_up and bar.unit == " goal states"):
+                    if bar is not None:
+                        bar.close()
+                    unit, total = (" goal states", args.warmup) if warming_up else (" updates", args.total_updates)
+                    bar = tqdm(total=total, initial=0 if warming_up else updates, unit=unit, dynamic_ncols=True)
+                bar.set_description("warm-up" if warming_up else "training", refresh=False)
+                now_at = {name.split("/")[1]: number for name, number in summarise(recent).items()}
+                accuracy = now_at.get("discriminator_accuracy", float("nan"))
+                bar.set_postfix_str(
+                    f"success {now_at['success_ratio']:.1%}, discriminator {accuracy:.1%}", refresh=False
+                )
+                bar.update((min(shared.goal_count.value, args.warmup) if warming_up else updates) - bar.n)
+            if now - saved > args.checkpoint_every:
+                save()
+                saved = now
+    finally:
+        shared.stop.set()
+        shared.abort.set()
+        for process in (*workers, evaluating):
+            process.join(timeout=4)
+            if process.is_alive():
+                process.kill()
+        if not error:  # after an error, the last good checkpoint stays
+            save()
+        if bar is not None:
+            bar.close()
+        writer.close()
+    if error:
+        raise SystemExit(error)
+
+
+def describe(row):
+    return (
+        f"update {row['update']:,}, {row['split']}: success {row['success_ratio']:.1%}, discriminator accuracy "
+        f"{row['discriminator_accuracy']:.1%}, length {row['episode_length']:.1f}, return {row['episode_return']:.2f}"
+    )
+
+
+def evaluate_checkpoint(args):
+    """`--evaluate`: prints the results of a checkpoint and, with `--capture-video`, writes a video of five episodes."""
+    checkpoint, trained = load_checkpoint(args.evaluate)
+    splits = splits_of(trained.task)
+    if args.split and args.split not in splits:
+        raise SystemExit(f"{trained.task} has no {args.split} split")
+    goals = {name.lower(): name for name in envs.ITEMS}
+    if args.goal and args.goal.lower() not in goals:
+        raise SystemExit(f"unknown goal {args.goal!r}; use one of {', '.join(goals.values())}")
+    device = torch.device("cuda" if args.cuda else "cpu")
+    agent = Agent(trained).to(device)
+    flatten(agent)[0].copy_(checkpoint["parameters"])
+    trained.episodes = args.episodes
+    for split in [args.split] if args.split else splits:
+        row = evaluate(trained, agent, split, device, args.goal)
+        print(describe({"update": checkpoint["updates"], **row}), flush=True)
+        if args.capture_video:
+            path = args.evaluate.with_name(f"{args.evaluate.stem}_{split}.gif")
+            write_video(trained, agent, split, device, args.goal, path)
+            print(f"wrote {path}")
+
+
+def write_video(args, agent, split, device, goal, path):
+    frames = []
+
+    def film(episode, action):
+        frame = Image.fromarray(episode.env.render())
+        caption = f"{episode.instruction}   {('forward', 'left', 'right')[action]}"
+        ImageDraw.Draw(frame).text((12, 8), caption, fill="white", font_size=22, stroke_width=2, stroke_fill="black")
+        frames.append(frame)
+
+    args = replace(args, episodes=5)
+    evaluate(args, agent, split, device, goal, num_envs=1, on_step=film)
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=120, loop=0)
+
+
+def main():
+    args = tyro.cli(Args, description=__doc__)
+    if args.gdan and args.aux != "gace":
+        raise SystemExit(f"--gdan needs the goal-discriminator, which --aux {args.aux} does not train: use --aux gace")
+    if args.num_workers < 1 or args.envs_per_worker < 1 or args.episodes < 1 or args.eval_every < 1:
+        raise SystemExit("--num-workers, --envs-per-worker, --episodes and --eval-every must be at least 1")
+    if args.cuda and not torch.cuda.is_available():
+        raise SystemExit("--cuda: PyTorch sees no GPU here; use --no-cuda")
+    if args.evaluate:
+        return evaluate_checkpoint(args)
+
+    checkpoint, run_folder = None, args.resume
+    if run_folder:
+        checkpoint, args = load_checkpoint(run_folder / "checkpoint.pt")
+    else:
+        run_folder = Path("runs", f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}")
+    try:
+        run_folder.mkdir(parents=True, exist_ok=bool(checkpoint))
+        (run_folder / "goal_states.bin").touch()
+    except OSError as error:
+        raise SystemExit(f"cannot write into the run folder {run_folder}: {error.strerror}") from None
+    if args.track:
+        try:
+            import wandb
+        except ImportError:
+            raise SystemExit("--track needs Weights and Biases: pip install wandb") from None
+        wandb.init(
+            project="gace",
+            name=run_folder.name,
+            id=run_folder.name,
+            resume="allow",
+            sync_tensorboard=True,
+            config=vars(args),
+        )
+    print(f"run folder: {run_folder}")
+    train(args, run_folder, checkpoint)
+
+
+if __name__ == "__main__":
+    main()

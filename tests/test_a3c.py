@@ -1,0 +1,252 @@
+"""The equations of a3c_gace_vizdoom.py against references written out here, and the script run as a user runs it."""
+
+import csv
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_envs import engines, wait_until
+
+import a3c_gace_vizdoom as a3c
+
+ROOT = Path(__file__).parent.parent
+
+
+def random_images(*shape):
+    return torch.randint(0, 256, (*shape, 16, 42, 42), dtype=torch.uint8)
+
+
+def make_agent(**kwargs):
+    torch.manual_seed(0)
+    return a3c.Agent(a3c.Args(cuda=False, **kwargs))
+
+
+def gradients(module):
+    return [p.grad for p in module.parameters() if p.grad is not None and p.grad.abs().sum() > 0]
+
+
+# ----------------------------------------------------------------------------------------------------------- equations
+
+
+def test_returns_are_discounted_sums():
+    rewards = [-0.01, -0.01, 9.9925]
+    expected = [-0.01 + 0.9 * (-0.01 + 0.9 * 9.9925), -0.01 + 0.9 * 9.9925, 9.9925]
+    assert a3c.discounted_returns(rewards, 0.9).tolist() == pytest.approx(expected)
+
+
+def test_policy_and_value_loss_are_equations_3_and_4():
+    torch.manual_seed(0)
+    logits, advantages, actions = torch.randn(5, 3), torch.randn(5), torch.tensor([0, 2, 1, 1, 0])
+    loss = entropy = 0.0
+    for t in range(5):
+        p = logits[t].exp() / logits[t].exp().sum()
+        h = -sum(p[a] * p[a].log() for a in range(3))
+        loss -= p[actions[t]].log() * advantages[t] + 0.01 * h
+        entropy += h / 5
+    result = a3c.policy_loss(logits, actions, advantages, 0.01)
+    assert result[0].item() == pytest.approx(loss.item(), rel=1e-5)
+    assert result[1].item() == pytest.approx(entropy.item(), rel=1e-5)
+    values, returns = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 1.5])
+    assert a3c.value_loss(values, returns).item() == pytest.approx(4.25)
+
+
+def test_gace_loss_is_equation_8():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 3, 1])
+    g = logits.exp() / logits.exp().sum(-1, keepdim=True)
+    expected = -(torch.eye(4)[labels] * g.log()).sum() / 6
+    assert a3c.gace_loss(logits, labels).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_attention_is_equations_10_and_11():
+    actor_critic = make_agent(gdan=True).actor_critic
+    gated, memory, query = torch.rand(3, 256), torch.rand(3, 256), torch.rand(3, 256)
+    kv = torch.relu(torch.cat([gated, memory], 1) @ actor_critic.key_value.weight.T + actor_critic.key_value.bias)
+    k, v = kv[:, :256], kv[:, 256:]
+    u = torch.tanh(torch.relu(actor_critic.w_q(query)) + torch.relu(actor_critic.w_k(k)))
+    x = torch.relu(actor_critic.combine(torch.cat([v * u, memory], 1)))
+    logits, values = actor_critic.heads(gated, memory, query)
+    assert torch.allclose(logits, actor_critic.policy(x), atol=1e-6)
+    assert torch.allclose(values, actor_critic.value(x)[:, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("gdan", [False, True])
+def test_acting_step_by_step_equals_the_pass_over_the_episode(gdan):
+    agent = make_agent(gdan=gdan)
+    images, goals = random_images(6), torch.tensor([2] * 6)
+    logits, values, _ = agent(images, goals)
+    memory = torch.zeros(2, 1, 256)
+    for t in range(6):
+        step_logits, step_value, memory = agent.act(images[t : t + 1], goals[:1], memory)
+        assert torch.allclose(step_logits[0], logits[t], atol=1e-5)
+        assert torch.allclose(step_value[0], values[t], atol=1e-5)
+
+
+def test_normalisation_is_per_frame_for_acting_and_per_batch_for_goal_states():
+    extractor = make_agent().feature_extractor
+    one, other, another = random_images(3)
+    pairs = torch.stack([one, other]), torch.stack([one, another // 4])
+    frames = [extractor(pair, per_frame=True)[0] for pair in pairs]
+    assert torch.allclose(frames[0], frames[1], atol=1e-6)
+    batches = [extractor(pair, per_frame=False)[0] for pair in pairs]
+    assert not torch.allclose(batches[0], batches[1], atol=1e-3)
+    alone = [extractor(one[None], per_frame=per_frame) for per_frame in (True, False)]
+    assert torch.allclose(*alone, atol=1e-5)  # a batch of one frame is a frame
+
+
+# ----------------------------------------------------------------------------------------------- which loss trains what
+
+
+@pytest.mark.parametrize("gdan", [False, True])
+def test_gace_loss_reaches_extractor_and_discriminator_only(gdan):
+    agent = make_agent(gdan=gdan)
+    a3c.gace_loss(agent.classify(random_images(8)), torch.arange(8) % 4).backward()
+    assert len(gradients(agent.feature_extractor)) == len(list(agent.feature_extractor.parameters()))
+    assert len(gradients(agent.goal_discriminator)) == 4
+    assert not gradients(agent.actor_critic)
+
+
+@pytest.mark.parametrize("gdan", [False, True])
+def test_query_is_the_discriminators_first_layer(gdan):
+    agent = make_agent(gdan=gdan)
+    images, goals = random_images(4), torch.zeros(4, dtype=torch.long)
+    before = agent(images, goals)[0]
+    before.square().sum().backward()
+    assert bool(gradients(agent.goal_discriminator.hidden)) == gdan
+    assert not gradients(agent.goal_discriminator.output)
+    with torch.no_grad():
+        agent.goal_discriminator.output.weight.add_(1)
+        assert torch.allclose(agent(images, goals)[0], before, atol=1e-6)
+        agent.goal_discriminator.hidden.weight.mul_(-1)
+        assert torch.allclose(agent(images, goals)[0], before, atol=1e-6) != gdan
+
+
+def fake_episode(goal=1, steps=6):
+    episode = types.SimpleNamespace(goal=goal, rng=np.random.default_rng(0))
+    episode.images = [image.numpy() for image in random_images(steps)]
+    episode.actions, episode.rewards = [0, 1, 2] * (steps // 3), [-0.01] * (steps - 1) + [10.0]
+    return episode
+
+
+@pytest.fixture
+def storage(tmp_path):
+    storage = a3c.GoalStorage(tmp_path / "goals.bin", 1000, multiprocessing.Value("q", 0))
+    for i in range(60):
+        storage.add(random_images(1)[0].numpy(), i % 4)
+    return storage
+
+
+def test_frozen_discriminator_gets_no_gradient_but_is_still_measured(storage):
+    for update, frozen in ((10, False), (11, True)):
+        args = a3c.Args(cuda=False, freeze_discriminator_at=10, max_grad_norm=1e9)
+        agent = make_agent()
+        _, gradient = a3c.flatten(agent)
+        report = a3c.learn(args, agent, gradient, fake_episode(), storage, update, "cpu")
+        assert bool(gradients(agent.goal_discriminator)) != frozen
+        assert 0 <= report["charts/discriminator_accuracy"] <= 1 and report["losses/gace"] > 0
+
+
+def test_learn_is_equation_9_and_clips(storage):
+    """The gradient of the script against the gradient of the total loss, written out."""
+    args = a3c.Args(cuda=False, gdan=True, max_grad_norm=1e9, reward_scale=0.5, entropy_coef=0.02, eta=0.4)
+    agent = make_agent(gdan=True)
+    episode = fake_episode()
+    _, gradient = a3c.flatten(agent)
+    a3c.learn(args, agent, gradient, episode, storage, 1, "cpu")
+    found = gradient.clone()
+
+    images, actions = torch.from_numpy(np.stack(episode.images)), torch.tensor(episode.actions)
+    logits, values, _ = agent(images, torch.ones(6, dtype=torch.long))
+    loss, following = 0, 0
+    for t in reversed(range(6)):
+        following = episode.rewards[t] * 0.5 + 0.99 * following
+        log_p = torch.log_softmax(logits[t], 0)
+        loss = loss - log_p[actions[t]] * (following - values[t].detach()) + 0.02 * (log_p.exp() * log_p).sum()
+        loss = loss + 0.5 * (following - values[t]) ** 2
+    states, labels = storage.sample(50, np.random.default_rng(0))
+    loss = loss - 0.4 * torch.log_softmax(agent.classify(states), -1)[range(50), labels].mean()
+    gradient.zero_()
+    loss.backward()
+    assert torch.allclose(found, gradient, rtol=1e-3, atol=1e-4)
+
+    args.max_grad_norm = 1.0
+    episode.rng = np.random.default_rng(0)
+    report = a3c.learn(args, agent, gradient, episode, storage, 1, "cpu")
+    assert gradient.norm().item() == pytest.approx(1, rel=1e-4)
+    assert report["losses/gradient_norm"] == pytest.approx(found.norm().item(), rel=1e-3)
+
+
+def test_loss_that_is_not_finite_is_an_error(storage):
+    agent = make_agent()
+    _, gradient = a3c.flatten(agent)
+    episode = fake_episode()
+    episode.rewards[-1] = float("nan")
+    with pytest.raises(FloatingPointError, match="not finite at update 3"):
+        a3c.learn(a3c.Args(cuda=False), agent, gradient, episode, storage, 3, "cpu")
+
+
+def test_vae_and_rad_shapes():
+    agent = make_agent(aux="vae")
+    images = random_images(3)
+    loss = a3c.vae_loss(agent.vae, agent(images, torch.zeros(3, dtype=torch.long))[2], images)
+    loss.backward()
+    assert loss > 0 and gradients(agent.feature_extractor) and not gradients(agent.actor_critic)
+    cropped = images[..., 3 : 3 + a3c.CROP, 1 : 1 + a3c.CROP]
+    assert make_agent(aux="rad")(cropped, torch.zeros(3, dtype=torch.long))[0].shape == (3, 3)
+
+
+# -------------------------------------------------------------------------------------------------------- goal storage
+
+
+def add_many(storage, label, number):
+    for i in range(number):
+        storage.add(np.full((16, 42, 42), label * 10 + i % 10, np.uint8), label)
+
+
+def test_goal_storage_is_shared_bounded_and_keeps_labels(tmp_path):
+    storage = a3c.GoalStorage(tmp_path / "goals.bin", 100, multiprocessing.Value("q", 0))
+    workers = [multiprocessing.get_context("fork").Process(target=add_many, args=(storage, i, 40)) for i in range(4)]
+    for process in workers:
+        process.start()
+    for process in workers:
+        process.join()
+    assert len(storage) == 100 and storage.count.value == 160
+    states, labels = storage.sample(500, np.random.default_rng(0))
+    assert states.shape == (500, 16, 42, 42) and states.dtype == torch.uint8 and labels.shape == (500,)
+    assert (states[:, 0, 0, 0] // 10 == labels).all() and (states == states[:, :1, :1, :1]).all()
+    assert (tmp_path / "goals.bin").stat().st_size == 100 * a3c.GoalStorage.record_bytes
+
+
+def test_goal_storage_keeps_the_state_as_it_was(tmp_path):
+    storage = a3c.GoalStorage(tmp_path / "goals.bin", 10, multiprocessing.Value("q", 0))
+    state = random_images(1)[0]
+    storage.add(state.numpy(), 3)
+    states, labels = storage.sample(2, np.random.default_rng(0))
+    assert torch.equal(states[1], state) and labels.tolist() == [3, 3]
+
+
+def test_goal_storage_costs_the_same_full_as_empty(tmp_path):
+    """Neither time nor memory grow with what it holds. The file is sparse: nothing is written between its ends."""
+
+    def sample_seconds(stored):
+        storage = a3c.GoalStorage(tmp_path / f"{stored}.bin", 100_000, multiprocessing.Value("q", stored))
+        os.truncate(tmp_path / f"{stored}.bin", stored * storage.record_bytes)
+        rng = np.random.default_rng(0)
+        times = []
+        for _ in range(50):
+            start = time.perf_counter()
+            storage.sample(50, rng)
+            times.append(time.perf_counter() - start)
+        return np.median(times)
+
+    small, large = sample_seconds(100), sample_seconds(20_000)
+    assert large < 5 * small + 2e-3
