@@ -745,8 +745,9 @@ def train(args, run_folder, checkpoint=None):
                 window.append(report)
                 recent.append(report)
             if len(window) == 1000:
+                updates = shared.updates.value
                 for name, number in summarise(window).items():
-                    writer.add_scalar(name, number, shared.updates.value)
+                    writer.add_scalar(name, number, updates)
                 window.clear()
 
             now = time.monotonic()

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from test_envs import engines, wait_until
 
 import a3c_gace_vizdoom as a3c
@@ -250,3 +251,181 @@ def test_goal_storage_costs_the_same_full_as_empty(tmp_path):
 
     small, large = sample_seconds(100), sample_seconds(20_000)
     assert large < 5 * small + 2e-3
+
+
+# ------------------------------------------------------------------------------------------------------- as a user does
+
+SCRIPT = str(ROOT / "a3c_gace_vizdoom.py")
+TINY = "--warmup 4 --total-updates 6 --num-workers 2 --envs-per-worker 2 --eval-every 3 --episodes 4 --no-cuda".split()
+
+
+class Run:
+    """A run of the script in a folder of its own, and all processes that it started."""
+
+    def __init__(self, folder, *arguments, script=SCRIPT):
+        self.folder, self.marker = folder, f"GACE_TEST={uuid.uuid4()}"
+        environment = {**os.environ, "GACE_TEST": self.marker.split("=")[1], "PYTHONPATH": str(ROOT)}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+        self.process = subprocess.Popen([sys.executable, script, *arguments], cwd=folder, env=environment, **pipes)
+
+    def wait(self, seconds=90):
+        self.output = self.process.communicate(timeout=seconds)[0]
+        return self.process.returncode
+
+    def descendants(self):
+        return [pid for pid in processes_with(self.marker) if pid != self.process.pid]
+
+    @property
+    def run_folder(self):
+        (folder,) = (self.folder / "runs").iterdir()
+        return folder
+
+    def updates(self):
+        try:
+            return torch.load(self.run_folder / "checkpoint.pt")["updates"]
+        except (ValueError, FileNotFoundError):
+            return -1
+
+    def rows(self):
+        with open(self.run_folder / "metrics.csv") as file:
+            return list(csv.DictReader(file))
+
+
+def processes_with(marker):
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker.encode() in (process / "environ").read_bytes():
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+MODES = {
+    "a3c": ["--aux", "none"],
+    "a3c+vae": ["--aux", "vae"],
+    "a3c+rad": ["--aux", "rad"],
+    "a3c+gace": ["--task", "v2"],
+    "a3c+gace+gdan": ["--gdan", "--epsilon-n", "0.5"],
+}
+
+
+@pytest.mark.parametrize("algorithm", MODES)
+def test_every_mode_trains_evaluates_and_is_evaluated_again(algorithm, tmp_path):
+    run = Run(tmp_path, *TINY, *MODES[algorithm])
+    assert run.wait() == 0, run.output
+    task = "v2" if algorithm == "a3c+gace" else "v1"
+    assert run.run_folder.name.startswith(f"{task}__{algorithm}__1__")
+    splits = ["seen", "unseen"] if task == "v2" else ["seen"]
+    assert [(row["update"], row["split"]) for row in run.rows()] == [(u, s) for u in ("3", "6") for s in splits]
+    assert list(run.rows()[0]) == a3c.METRICS
+    assert all(0 <= float(row["success_ratio"]) <= 1 and int(row["env_steps"]) > 0 for row in run.rows())
+    assert run.updates() == 6 and not run.descendants()
+
+    arguments = ["--evaluate", str(run.run_folder / "checkpoint.pt"), "--episodes", "4", "--no-cuda"]
+    again = Run(tmp_path, *arguments)
+    assert again.wait() == 0, again.output
+    shown = [line for line in again.output.splitlines() if line.startswith("update 6")]
+    last = [float(row["success_ratio"]) for row in run.rows()][-len(splits) :]
+    assert [f"success {ratio:.1%}" in line for ratio, line in zip(last, shown, strict=True)] == [True] * len(splits)
+
+
+def test_video_has_frames(tmp_path):
+    run = Run(tmp_path, *TINY, "--total-updates", "1")
+    assert run.wait() == 0, run.output
+    options = ["--episodes", "2", "--goal", "bonus", "--capture-video", "--no-cuda"]
+    video = Run(tmp_path, "--evaluate", str(run.run_folder / "checkpoint.pt"), *options)
+    assert video.wait() == 0, video.output
+    with Image.open(run.run_folder / "checkpoint_seen.gif") as gif:
+        assert gif.n_frames > 20 and gif.size[0] >= 320
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_interrupted_run_leaves_nothing_behind_and_goes_on(how, tmp_path):
+    run = Run(tmp_path, *TINY, "--gdan", "--total-updates", "100000", "--eval-every", "10", "--checkpoint-every", "1")
+    assert wait_until(lambda: run.updates() >= 12, 60)
+    assert engines(run.marker)
+    if how == "SIGINT":
+        os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
+    else:
+        run.process.send_signal(getattr(signal, how))
+    run.wait(10)
+    assert wait_until(lambda: not run.descendants(), 5)
+    before = run.updates()
+    assert before >= 12
+    checkpoint = torch.load(run.run_folder / "checkpoint.pt")
+    checkpoint["args"]["total_updates"] = before + 3
+    torch.save(checkpoint, run.run_folder / "checkpoint.pt")
+
+    resumed = Run(tmp_path, "--resume", str(run.run_folder))
+    assert resumed.wait() == 0, resumed.output
+    after = torch.load(run.run_folder / "checkpoint.pt")
+    assert after["updates"] == before + 3 and after["env_steps"] > checkpoint["env_steps"]
+    assert after["adam"]["step"] == before + 3 and after["goal_count"] >= checkpoint["goal_count"]
+    updates = [int(row["update"]) for row in run.rows()]
+    assert updates == sorted(set(updates)) and updates[-1] == before + 3
+
+
+def test_dead_engine_costs_an_episode_and_a_dead_worker_the_run(tmp_path):
+    run = Run(tmp_path, *TINY, "--total-updates", "100000", "--checkpoint-every", "1")
+    assert wait_until(lambda: run.updates() >= 3, 60)
+    before = run.updates()
+    for engine in engines(run.marker):
+        os.kill(engine, signal.SIGKILL)
+    assert wait_until(lambda: run.updates() > before + 10, 30)
+    worker = next(pid for pid in run.descendants() if pid not in engines(run.marker) and parent(pid) == run.process.pid)
+    for pid in [p for p in run.descendants() if parent(p) == run.process.pid]:
+        if any(parent(engine) == pid for engine in engines(run.marker)):
+            worker = pid
+    os.kill(worker, signal.SIGKILL)
+    assert run.wait(15) != 0 and "was killed" in run.output.splitlines()[-1]
+    assert wait_until(lambda: not run.descendants(), 5)
+
+
+def parent(pid):
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return -1
+
+
+def test_worker_that_raises_ends_the_run_with_its_traceback(tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text(
+        "import a3c_gace_vizdoom as a3c\n"
+        "def broken(*args):\n    raise RuntimeError('broken on purpose')\n"
+        "a3c.policy_loss = broken\n"
+        "if __name__ == '__main__':\n    a3c.main()\n"
+    )
+    run = Run(tmp_path, *TINY, script=str(script))
+    assert run.wait() != 0
+    assert "broken on purpose" in run.output and "Traceback" in run.output
+    assert wait_until(lambda: not run.descendants(), 5)
+
+
+def test_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path):
+    run = Run(tmp_path, *TINY, "--reward-scale", "nan")
+    assert run.wait() != 0 and "the loss is not finite" in run.output
+    assert torch.isfinite(torch.load(run.run_folder / "checkpoint.pt")["parameters"]).all()
+
+
+def test_bad_input_is_answered_in_a_line_or_two(tmp_path):
+    (tmp_path / "damaged.pt").write_bytes(b"PK\x03\x04 cut off")
+    torch.save({"model": torch.zeros(3)}, tmp_path / "foreign.pt")
+    (tmp_path / "file").write_text("not a folder")
+    for arguments, expected in [
+        (["--gdan", "--aux", "vae"], "use --aux gace"),
+        (["--evaluate", "missing.pt"], "missing.pt does not exist"),
+        (["--evaluate", "damaged.pt"], "damaged.pt is not a whole checkpoint"),
+        (["--evaluate", "foreign.pt"], "foreign.pt is not a whole checkpoint"),
+        (["--resume", "nowhere"], "nowhere/checkpoint.pt does not exist"),
+        (["--num-workers", "0"], "at least 1"),
+    ]:
+        run = Run(tmp_path, *arguments)
+        assert run.wait() != 0 and expected in run.output
+        assert len(run.output.strip().splitlines()) <= 2, run.output
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "runs").write_text("in the way")
+    run = Run(tmp_path, *TINY)
+    assert run.wait() != 0 and "cannot write into the run folder" in run.output.splitlines()[-1]
