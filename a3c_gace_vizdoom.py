@@ -477,6 +477,12 @@ def keep_freed_memory():
         libc.mallopt(M_MMAP_THRESHOLD, 2**29)
 
 
+def leave_if_orphaned(main_process):
+    """Once the main process is gone, nobody reads the reports, and a normal exit would wait for that for ever."""
+    if os.getppid() != main_process:
+        os._exit(1)
+
+
 def worker(index, args, run_folder, shared, reports, evaluations):
     """Plays and learns until the updates are done; reports every episode, and a failure as its traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal: the main one decides
@@ -546,6 +552,7 @@ def worker(index, args, run_folder, shared, reports, evaluations):
     finally:
         for episode in episodes:
             episode.env.close()
+        leave_if_orphaned(main_process)
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
@@ -629,6 +636,7 @@ def evaluator(args, shared, reports, evaluations):
                     reports.put({"evaluation": {"update": update, "env_steps": env_steps, **result}})
     except BaseException:
         reports.put({"error": f"the evaluator failed:\n{traceback.format_exc()}"})
+    leave_if_orphaned(main_process)
 
 
 # ------------------------------------------------------------------------------------------------------------ training
