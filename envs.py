@@ -163,6 +163,7 @@ LAUNCHER = """
 import ctypes, os, sys
 engine, folder, parent, *args = sys.argv[1:]
 os.chdir(folder)
+os.setsid()  # Ctrl-C in a terminal is for the Python process, which closes the engine in its own time
 with open("instance", "w") as file:
     file.write(args[args.index("+viz_instance_id") + 1])
 if sys.platform == "linux":
