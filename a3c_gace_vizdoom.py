@@ -469,7 +469,7 @@ def learn(args, agent, gradient, episode, storage, updates, device):
 
 def keep_freed_memory():
     """Has the C library keep what is freed. Otherwise it returns the activations of every update to the system and gets
-    them back page by page: a sixth of a worker's time."""
+    them back page by page: a seventh of the time of an update."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc
         M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
