@@ -75,10 +75,14 @@ class Args:
     # What the paper leaves out
     adam_epsilon: float = 1e-4
     """Adam's epsilon (authors: 1e-3)"""
-    value_coef: float = 0.5
+    value_coef: float = 0.1
     """coefficient of the value loss (Eq. 5)"""
     reward_scale: float = 0.1
     """rewards are multiplied by this in the losses (paper: 1)"""
+    gae_lambda: float = 0.9
+    """lambda of the generalised advantage estimate (authors: 1, the advantage of Eq. 3)"""
+    running_statistics: bool = True
+    """normalise by running statistics (authors: acting, each frame by itself; goal states as a batch)"""
     goal_storage_size: int = 100_000
     """goal states kept, on disk; the oldest go first"""
     freeze_discriminator_at: int | None = None
@@ -113,24 +117,37 @@ class Args:
 
 
 class FeatureExtractor(nn.Module):
-    """sigma: an image to its encoding e (Eq. 1)."""
+    """sigma: an image to its encoding e (Eq. 1). Batch normalisation follows every convolution.
 
-    def __init__(self):
+    The batch of goal states is normalised as a batch. The agent acts, and learns from its episodes, by the running
+    statistics of those batches. The authors keep none: there, each frame is normalised by itself, which is why
+    their discriminator knows the goal in only 70 % of the single frames when it knows it in 98 % of those of a batch."""
+
+    def __init__(self, running_statistics):
         super().__init__()
         channels = (16, 32, 32, 64, 64)
+        # Mean and variance of every channel: parameters without a gradient, to be shared and saved with the others.
+        self.statistics = nn.Parameter(torch.tensor([[0.0], [1.0]]).repeat(1, sum(channels[1:])), requires_grad=False)
+        self.running_statistics = running_statistics
         self.convs = nn.ModuleList(nn.Conv2d(i, o, 3, 2, 1) for i, o in zip(channels[:-1], channels[1:], strict=True))
         self.norms = nn.ModuleList(nn.BatchNorm2d(o, track_running_stats=False) for o in channels[1:])
         self.linear = nn.Linear(64 * 3 * 3, 256)
 
-    def forward(self, images, per_frame):
-        """The authors' batch normalisation keeps no running statistics. Acting, it sees one frame, and so it normalises
-        `per_frame`; only the batch of goal states is normalised as a batch."""
-        layout = torch.contiguous_format if per_frame else torch.channels_last  # the faster one for each norm
+    def forward(self, images, as_batch=False):
+        per_frame = not as_batch and not self.running_statistics
+        layout = torch.contiguous_format if per_frame else torch.channels_last  # the faster one for each
         x = images.float().contiguous(memory_format=layout)
-        for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
-            weight = conv.weight.contiguous(memory_format=layout)
-            x = F.conv2d(x, weight / 255 if i == 0 else weight, conv.bias, stride=2, padding=1)  # states within [0, 1]
-            x = F.group_norm(x, x.shape[1], norm.weight, norm.bias, norm.eps) if per_frame else norm(x)
+        statistics = self.statistics.split([norm.num_features for norm in self.norms], 1)
+        for i, (conv, norm, (mean, variance)) in enumerate(zip(self.convs, self.norms, statistics, strict=True)):
+            weight, bias = conv.weight / 255 if i == 0 else conv.weight, conv.bias  # states within [0, 1]
+            if self.running_statistics and not as_batch:  # the normalisation is folded into the convolution
+                scale = norm.weight * torch.rsqrt(variance + norm.eps)
+                weight, bias = weight * scale[:, None, None, None], (bias - mean) * scale + norm.bias
+            x = F.conv2d(x, weight.contiguous(memory_format=layout), bias, stride=2, padding=1)
+            if as_batch:
+                x = F.batch_norm(x, mean, variance, norm.weight, norm.bias, True, 0.1, norm.eps)
+            elif per_frame:
+                x = F.group_norm(x, x.shape[1], norm.weight, norm.bias, norm.eps)
             x = F.relu(x)
         return F.relu(self.linear(x.flatten(1)))  # (batch, 256)
 
@@ -214,18 +231,20 @@ class VAE(nn.Module):
 class Agent(nn.Module):
     def __init__(self, args, goals=4, actions=3):
         super().__init__()
-        self.feature_extractor = FeatureExtractor()
+        self.feature_extractor = FeatureExtractor(args.running_statistics)
         self.goal_discriminator = GoalDiscriminator(goals + (args.epsilon_n > 0))
         self.actor_critic = ActorCritic(goals, actions, args.gdan)
         self.vae = VAE() if args.aux == "vae" else None
         # PyTorch's own initialisation shrinks what differs between states in every layer and adds biases that do not
         # differ: in the policy's last hidden layer 2 % is left of the state, here 49 %.
         for name, parameter in self.named_parameters():
+            if "statistics" in name:
+                continue
             if parameter.dim() > 1 and "embedding" not in name:
                 nn.init.orthogonal_(parameter, 1 if "lstm" in name else 2**0.5)
             elif "norm" not in name and "embedding" not in name:
                 nn.init.zeros_(parameter)
-        nn.init.orthogonal_(self.actor_critic.policy[-1].weight, 0.01)
+        nn.init.orthogonal_(self.actor_critic.policy[-1].weight, 0.1)
         nn.init.orthogonal_(self.actor_critic.value[-1].weight, 1)
 
     def query(self, features):
@@ -235,7 +254,7 @@ class Agent(nn.Module):
     @torch.no_grad()
     def act(self, images, goals, memory):
         """One step of several environments: (envs, 16, 42, 42), (envs,) and the LSTM's state, (2, envs, 256)."""
-        features = self.feature_extractor(images, per_frame=True)
+        features = self.feature_extractor(images)
         gated, gate = self.actor_critic.gated(features, goals)
         weights = self.actor_critic.lstm.all_weights[0]
         memory = torch.stack(torch.lstm_cell(torch.cat([gated, gate], -1), tuple(memory), *weights))
@@ -244,14 +263,14 @@ class Agent(nn.Module):
 
     def forward(self, images, goals):
         """A whole episode: (steps, 16, 42, 42), (steps,) to logits (steps, actions), values (steps,) and features."""
-        features = self.feature_extractor(images, per_frame=True)
+        features = self.feature_extractor(images)
         gated, gate = self.actor_critic.gated(features, goals)
         memory = self.actor_critic.lstm(torch.cat([gated, gate], -1)[:, None])[0][:, 0]
         return *self.actor_critic.heads(gated, memory, self.query(features)), features
 
     def classify(self, images):
         """Goal states to the logits of their goals (Eq. 6 and 7)."""
-        return self.goal_discriminator(self.feature_extractor(images, per_frame=False))
+        return self.goal_discriminator(self.feature_extractor(images, as_batch=True))
 
 
 # -------------------------------------------------------------------------------------------------------- goal storage
@@ -297,6 +316,14 @@ def discounted_returns(rewards, gamma):
     for t in reversed(range(len(rewards))):
         returns[t] = following = rewards[t] + gamma * following
     return returns
+
+
+def advantages_of(rewards, values, gamma, gae_lambda):
+    """Generalised advantage estimation; with lambda 1 it is R_t - V(s_t), as Eq. 3 has it. A smaller lambda gives the
+    credit to the steps after which the value rose."""
+    following = torch.cat([values[1:], values.new_zeros(1)])
+    surprises = torch.tensor(rewards, device=values.device) + gamma * following - values
+    return discounted_returns(surprises.tolist(), gamma * gae_lambda).to(values.device)
 
 
 def policy_loss(logits, actions, advantages, entropy_coef):
@@ -438,7 +465,8 @@ def learn(args, agent, gradient, episode, storage, updates, device):
     returns = discounted_returns(rewards, args.gamma).to(device)
 
     logits, values, features = agent(images, goals)
-    policy, entropy = policy_loss(logits, actions, returns - values.detach(), args.entropy_coef)
+    advantages = advantages_of(rewards, values.detach(), args.gamma, args.gae_lambda)
+    policy, entropy = policy_loss(logits, actions, advantages, args.entropy_coef)
     value = value_loss(values, returns)
     loss = policy + args.value_coef * value  # Eq. 5
     report = {"losses/policy": policy, "losses/value": value, "losses/entropy": entropy, "charts/value": values.mean()}
@@ -457,6 +485,9 @@ def learn(args, agent, gradient, episode, storage, updates, device):
         report["losses/vae"] = vae = vae_loss(agent.vae, features, images)
         loss = loss + args.eta * vae
 
+    if args.aux != "gace" and args.running_statistics:
+        take_statistics(args, agent, episode, storage, device)
+
     gradient.zero_()
     loss.backward()
     norm = gradient.norm()
@@ -465,6 +496,16 @@ def learn(args, agent, gradient, episode, storage, updates, device):
     gradient.mul_((args.max_grad_norm / norm).clamp(max=1))
     report["losses/gradient_norm"] = norm
     return {name: float(number.detach()) for name, number in report.items()}
+
+
+@torch.no_grad()
+def take_statistics(args, agent, episode, storage, device):
+    """Takes the running statistics from goal states or, where there are none, from the states of the episode."""
+    if args.aux == "gace":
+        images = storage.sample(args.goal_batch_size, episode.rng)[0]
+    else:
+        images = torch.from_numpy(np.stack(episode.images))
+    agent.feature_extractor(images.to(device), as_batch=True)
 
 
 def keep_freed_memory():
@@ -495,6 +536,7 @@ def worker(index, args, run_folder, shared, reports, evaluations):
     try:
         agent = Agent(args).to(device)
         local, gradient = flatten(agent)
+        statistics = agent.feature_extractor.statistics.detach()  # a view of the first of the local parameters
         parameters = nn.Parameter(shared.parameters)
         adam = torch.optim.Adam([parameters], args.learning_rate, eps=args.adam_epsilon, amsgrad=True, fused=True)
         adam.state[parameters] = shared.adam
@@ -520,6 +562,10 @@ def worker(index, args, run_folder, shared, reports, evaluations):
                     memory = memory[:, [not o for o in over]]
                     playing = [episode for episode in playing if not episode.over]
 
+            if shared.updates.value == 0 and args.running_statistics and not warming_up:
+                for _ in range(50):  # settle the statistics: AMSGrad would never forget the gradients of unsettled ones
+                    take_statistics(args, agent, episodes[0], storage, device)
+                shared.parameters[: statistics.numel()] = statistics.view(-1)
             for episode in episodes:
                 if shared.stop.is_set():
                     break
@@ -542,6 +588,7 @@ def worker(index, args, run_folder, shared, reports, evaluations):
                     report["update"] = update
                     parameters.grad = gradient.to("cpu")
                     adam.step()
+                    shared.parameters[: statistics.numel()] = statistics.view(-1)
                     if update % args.eval_every == 0 or update == args.total_updates:
                         evaluations.put((update, shared.env_steps.value, shared.parameters.numpy().copy()))
                 with shared.env_steps.get_lock():

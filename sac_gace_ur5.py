@@ -1,0 +1,817 @@
+"""SAC with goal-aware cross-entropy (GACE) and goal-discriminative attention networks (GDAN) on R1 to R3.
+
+Paper: "Goal-Aware Cross-Entropy for Multi-Target Reinforcement Learning" (NeurIPS 2021), Algorithm 1.
+
+    python sac_gace_ur5.py --task r2 --gdan                       # train SAC+GACE&GDAN
+    python sac_gace_ur5.py --task r1 --aux none                   # train a baseline: none, ae or curl
+    python sac_gace_ur5.py --evaluate runs/RUN/checkpoint.pt --capture-video
+
+One process: it steps the environment, stores every frame once in a file, and learns from random batches of them.
+"""
+
+import copy
+import csv
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from PIL import Image, ImageDraw
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+import envs
+
+
+@dataclass
+class Args:
+    task: Literal["r1", "r2", "r3"] = "r1"
+    """the task: three boxes (r1), on random checkered backgrounds (r2); three boxes of five colours (r3)"""
+    gdan: bool = False
+    """use the goal-discriminative attention networks (needs --aux gace)"""
+    aux: Literal["gace", "ae", "curl", "none"] = "gace"
+    """what is learned beside the RL loss: gace (the paper's), ae (autoencoder), curl (contrastive crops), or none"""
+    seed: int = 1
+    """seed of the parameters and of every episode"""
+    total_updates: int = 200_000
+    """number of updates"""
+
+    # The paper's table of hyperparameters
+    warmup: int = 10_000
+    """environment steps with a random policy before the first update"""
+    epsilon_n: float = 0.05
+    """probability to store the last state of an episode that reached nothing, as a class of its own (warm-up: 1)"""
+    tau: float = 0.005
+    """how far the target networks move in one update of them"""
+    batch_size: int = 128
+    """transitions in one SAC loss"""
+    goal_batch_size: int = 128
+    """goal states in one GACE loss"""
+    hidden_size: int = 256
+    """features of the encoder, and units of every hidden layer"""
+    target_update_interval: int = 1
+    """updates between two updates of the target networks"""
+    replay_size: int = 1_000_000
+    """frames kept, on disk (21 KB each, 21 GB when full); the oldest go first"""
+    goal_storage_size: int = 500_000
+    """goal states kept, on disk; the oldest go first"""
+    eta: float = 0.5
+    """coefficient of the GACE loss (Eq. 9), or of the loss of ae or curl; the paper recommends 0.3 to 0.5"""
+    gamma: float = 0.99
+    """discount"""
+    learning_rate: float = 7e-5
+    """of Adam"""
+    entropy_coef: float = 0.01
+    """coefficient of the entropy, of the gaussian policy only"""
+
+    # What the paper leaves out
+    policy: Literal["deterministic", "gaussian"] = "deterministic"
+    """deterministic: tanh(mean) with clipped Gaussian noise, no entropy term (the paper's); gaussian: the usual SAC"""
+    exploration_noise: float = 0.1
+    """standard deviation of the deterministic policy's noise"""
+    env_steps_per_update: int = 1
+    """environment steps between two updates"""
+    concat_query: bool = False
+    """ablation: the actor-critic concatenates the query of GDAN instead of attending with it (needs --gdan)"""
+    fixed_goal: str | None = None
+    """ablation: a single-target policy, for this goal only: red, green, blue ..."""
+
+    # Evaluation, logging, resuming
+    eval_every: int = 5_000
+    """updates between two evaluations"""
+    episodes: int = 100
+    """episodes of an evaluation, on each split"""
+    checkpoint_every: float = 60.0
+    """seconds between two checkpoints"""
+    resume: Path | None = None
+    """go on with the run in this folder, with its own arguments"""
+    evaluate: Path | None = None
+    """evaluate this checkpoint instead of training"""
+    split: Literal["seen", "unseen"] | None = None
+    """with --evaluate: this split only"""
+    goal: str | None = None
+    """with --evaluate: this goal only, by name"""
+    capture_video: bool = False
+    """with --evaluate: write a video of a few episodes beside the checkpoint"""
+    track: bool = False
+    """log to Weights and Biases as well (needs `pip install wandb`)"""
+    cuda: bool = field(default_factory=torch.cuda.is_available)
+    """compute on a GPU; by default where there is one"""
+
+
+# ------------------------------------------------------------------------------------------------------------ networks
+
+SIDE = 84  # of an image
+CROP = 72  # of 84, about the proportion of CURL's 84 of 100
+
+
+class FeatureExtractor(nn.Module):
+    """sigma: an image to its encoding e (Eq. 1). That of the navigation model: batch normalisation follows every
+    convolution, by the batch in learning and by running statistics in acting and in the target."""
+
+    def __init__(self, side, hidden_size):
+        super().__init__()
+        channels = (3, 32, 32, 64, 64)
+        self.convs = nn.ModuleList(nn.Conv2d(i, o, 3, 2, 1) for i, o in zip(channels[:-1], channels[1:], strict=True))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(o) for o in channels[1:])
+        for _ in self.convs:
+            side = (side + 1) // 2
+        self.linear = nn.Linear(64 * side * side, hidden_size)
+
+    def forward(self, images):
+        x = images.float() / 255  # (batch, 3, 84, 84), within [0, 1]
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = F.relu(norm(conv(x)))
+        return F.relu(self.linear(x.flatten(1)))  # (batch, 256)
+
+
+class GoalDiscriminator(nn.Module):
+    """d: an encoding to the goal it belongs to (Eq. 7), or to none. Its hidden layer is the query of GDAN."""
+
+    def __init__(self, hidden_size, classes):
+        super().__init__()
+        self.hidden = nn.Linear(hidden_size, hidden_size)
+        self.output = nn.Linear(hidden_size, classes)
+
+    def query(self, features):
+        return F.relu(self.hidden(features))
+
+    def forward(self, features):
+        return self.output(self.query(features))  # (batch, classes)
+
+
+class GoalConditioning(nn.Module):
+    """The part of f that actor and critic each have of their own: gated attention by the instruction, one linear layer
+    in place of the navigation model's LSTM, and GDAN."""
+
+    def __init__(self, args, goals):
+        super().__init__()
+        size = args.hidden_size
+        self.embedding = nn.Embedding(goals, 25)
+        self.instruction = nn.Linear(25, size)
+        self.linear = nn.Linear(2 * size, size)
+        self.gdan, self.concat_query = args.gdan, args.concat_query
+        self.out_features = size if args.gdan else 2 * size
+        if self.gdan:
+            if not self.concat_query:
+                self.key_value = nn.Linear(2 * size, 2 * size)
+                self.w_q = nn.Linear(size, size)
+                self.w_k = nn.Linear(size, size)
+            self.combine = nn.Linear(2 * size, size)
+
+    def forward(self, features, query, goals):
+        gate = torch.sigmoid(self.instruction(self.embedding(goals)))
+        gated = features * gate  # M
+        memory = F.relu(self.linear(torch.cat([gated, gate], -1)))  # e^1, where the navigation model has the LSTM
+        if not self.gdan:
+            return torch.cat([gated, memory], -1)
+        if self.concat_query:
+            return F.relu(self.combine(torch.cat([query, memory], -1)))
+        key, value = F.relu(self.key_value(torch.cat([gated, memory], -1))).chunk(2, -1)
+        # The ReLUs are those of the authors' navigation code; the paper's Eq. 10 has none.
+        attention = torch.tanh(F.relu(self.w_q(query)) + F.relu(self.w_k(key)))  # u (Eq. 10)
+        attended = value * attention  # h (Eq. 11)
+        return F.relu(self.combine(torch.cat([attended, memory], -1)))
+
+
+def mlp(inputs, hidden, outputs):
+    return nn.Sequential(
+        nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, outputs)
+    )
+
+
+class Actor(nn.Module):
+    def __init__(self, args, goals, actions):
+        super().__init__()
+        self.conditioning = GoalConditioning(args, goals)
+        self.gaussian = args.policy == "gaussian"
+        self.noise = args.exploration_noise
+        self.head = mlp(self.conditioning.out_features, args.hidden_size, actions * (2 if self.gaussian else 1))
+
+    def forward(self, features, query, goals, explore=True):
+        """Actions (batch, 6) and their log-probabilities (batch,), which are 0 for the deterministic policy."""
+        output = self.head(self.conditioning(features, query, goals))
+        if not self.gaussian:
+            actions = torch.tanh(output)
+            if explore:
+                noise = (self.noise * torch.randn_like(actions)).clamp(-2.5 * self.noise, 2.5 * self.noise)
+                actions = (actions + noise).clamp(-1, 1)
+            return actions, torch.zeros_like(actions[:, 0])
+        mean, log_std = output.chunk(2, -1)
+        log_std = log_std.clamp(-10, 2)
+        if not explore:
+            return torch.tanh(mean), torch.zeros_like(mean[:, 0])
+        normal = torch.distributions.Normal(mean, log_std.exp())
+        before_tanh = normal.rsample()
+        log_probs = normal.log_prob(before_tanh) - 2 * (np.log(2) - before_tanh - F.softplus(-2 * before_tanh))
+        return torch.tanh(before_tanh), log_probs.sum(-1)
+
+
+class Critic(nn.Module):
+    """Two Q-functions, of which the smaller counts."""
+
+    def __init__(self, args, goals, actions):
+        super().__init__()
+        self.conditioning = GoalConditioning(args, goals)
+        self.heads = nn.ModuleList(mlp(self.conditioning.out_features + actions, args.hidden_size, 1) for _ in range(2))
+
+    def forward(self, features, query, goals, actions):
+        x = torch.cat([self.conditioning(features, query, goals), actions], -1)
+        return torch.stack([head(x).squeeze(-1) for head in self.heads])  # (2, batch)
+
+
+class Decoder(nn.Module):
+    """The baseline SAC+AE: encodings back to the image."""
+
+    def __init__(self, hidden_size):
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, 64 * 6 * 6)
+        self.deconvs = nn.Sequential(
+            nn.ConvTranspose2d(64, 64, 3, 2, 1),  # 6 to 11
+            nn.ReLU(),
+            nn.ConvTranspose2d(64, 32, 3, 2, 1),  # 11 to 21
+            nn.ReLU(),
+            nn.ConvTranspose2d(32, 32, 3, 2, 1, output_padding=1),  # 21 to 42
+            nn.ReLU(),
+            nn.ConvTranspose2d(32, 3, 3, 2, 1, output_padding=1),  # 42 to 84
+        )
+
+    def forward(self, features):
+        return self.deconvs(F.relu(self.linear(features)).view(-1, 64, 6, 6))
+
+
+class Agent(nn.Module):
+    def __init__(self, args, goals, actions=6):
+        super().__init__()
+        size = args.hidden_size
+        self.feature_extractor = FeatureExtractor(CROP if args.aux == "curl" else SIDE, size)
+        self.goal_discriminator = GoalDiscriminator(size, goals + 1)
+        self.actor = Actor(args, goals, actions)
+        self.critic = Critic(args, goals, actions)
+        self.decoder = Decoder(size) if args.aux == "ae" else None
+        self.contrast = nn.Parameter(torch.rand(size, size) / size) if args.aux == "curl" else None
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1 and "embedding" not in name and "contrast" not in name:
+                nn.init.orthogonal_(parameter, 2**0.5)
+            elif parameter.dim() == 1 and "norm" not in name:
+                nn.init.zeros_(parameter)
+        for head in (self.actor.head, *self.critic.heads):
+            nn.init.orthogonal_(head[-1].weight, 0.01)
+        self.to(memory_format=torch.channels_last)  # twice as fast on a CPU
+
+    def act(self, images, goals, explore):
+        features = self.feature_extractor(images)
+        return self.actor(features, self.goal_discriminator.query(features), goals, explore)[0]
+
+
+# ----------------------------------------------------------------------------------------------- replay, goal storage
+
+
+class ReplayBuffer:
+    """Every frame once, in memory-mapped files: they may outgrow the memory, take up disk only as they fill, and stay
+    when the process is killed. A transition's next frame is the next record; an episode ends in a frame without one."""
+
+    step = np.dtype([("action", "f4", 6), ("reward", "f4"), ("goal", "u1"), ("terminal", "?"), ("usable", "?")])
+
+    def __init__(self, folder, capacity, count=0):
+        def open_file(name, dtype, shape):
+            path = folder / name
+            return np.memmap(path, dtype, "r+" if path.exists() else "w+", shape=shape)
+
+        self.frames = open_file("replay_frames.bin", np.uint8, (capacity, SIDE, SIDE, 3))
+        self.steps = open_file("replay_steps.bin", self.step, (capacity,))
+        self.capacity = capacity
+        self.count = count  # how many frames were ever added
+
+    def add(self, image, action=0.0, reward=0.0, goal=0, terminal=False, usable=True):
+        slot = self.count % self.capacity
+        self.frames[slot] = image.transpose(1, 2, 0)
+        self.steps[slot] = (action, reward, goal, terminal, usable)
+        self.count += 1
+
+    def sample(self, batch_size, rng):
+        slots = np.empty(0, np.int64)
+        while len(slots) < batch_size:  # the newest frame has no next one yet
+            drawn = rng.integers(max(0, self.count - self.capacity), self.count - 1, 2 * batch_size) % self.capacity
+            slots = np.concatenate([slots, drawn[self.steps["usable"][drawn]]])
+        slots = slots[:batch_size]
+        images, next_images = (
+            torch.from_numpy(np.asarray(self.frames[chosen])).permute(0, 3, 1, 2)  # channels last, as stored
+            for chosen in (slots, (slots + 1) % self.capacity)
+        )
+        steps = self.steps[slots]
+        actions, rewards, goals, terminals = (
+            torch.from_numpy(np.array(steps[name], dtype))
+            for name, dtype in (("action", "f4"), ("reward", "f4"), ("goal", "i8"), ("terminal", "f4"))
+        )
+        return images, actions, rewards, next_images, terminals, goals
+
+
+class GoalStorage:
+    """Goal states with their automatic labels: a ring of fixed records in a file."""
+
+    record_bytes = SIDE * SIDE * 3 + 1  # a state, channels last, and its label
+
+    def __init__(self, path, capacity, count=0):
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT)
+        self.capacity = capacity
+        self.count = count  # how many were ever added
+
+    def __len__(self):
+        return min(self.count, self.capacity)
+
+    def add(self, image, label):
+        slot = self.count % self.capacity
+        os.pwrite(self.file, image.transpose(1, 2, 0).tobytes() + bytes([label]), slot * self.record_bytes)
+        self.count += 1
+
+    def sample(self, batch_size, rng):
+        slots = rng.integers(len(self), size=batch_size)
+        records = bytearray().join(
+            os.pread(self.file, self.record_bytes, slot * self.record_bytes) for slot in slots.tolist()
+        )
+        records = torch.frombuffer(records, dtype=torch.uint8).view(batch_size, self.record_bytes)
+        return records[:, :-1].view(-1, SIDE, SIDE, 3).permute(0, 3, 1, 2), records[:, -1].long()
+
+
+# -------------------------------------------------------------------------------------------------------------- losses
+
+
+def critic_target(rewards, terminals, next_values, next_log_probs, gamma, entropy_coef):
+    """What both Q-functions should say: the reward and the discounted soft value of the next state. Running out of time
+    is not terminal: the state says nothing of the time that is left."""
+    return rewards + gamma * (1 - terminals) * (next_values - entropy_coef * next_log_probs)
+
+
+def critic_loss(values, targets):
+    """Of both Q-functions, (2, batch)."""
+    return (values - targets).square().mean(-1).sum()
+
+
+def actor_loss(values, log_probs, entropy_coef):
+    """The policy takes what the more pessimistic Q-function likes best; only the gaussian one has an entropy term."""
+    return (entropy_coef * log_probs - values.min(0).values).mean()
+
+
+def gace_loss(goal_logits, goal_labels):
+    """Goal-aware cross-entropy (Eq. 8): how well the encoded goal states tell the goals apart. A mean over the batch as
+    in the authors' navigation code, where the paper writes a sum."""
+    return F.cross_entropy(goal_logits, goal_labels)
+
+
+def ae_loss(decoder, features, images):
+    """The baseline SAC+AE: reconstruction, with a small penalty on the encoding. (Its weight decay on the decoder is in
+    the optimiser.)"""
+    reconstruction = F.mse_loss(decoder(features), images.float() / 255)
+    return reconstruction + 1e-6 * 0.5 * features.square().sum(-1).mean()
+
+
+def curl_loss(anchors, keys, contrast):
+    """The baseline SAC+CURL: each crop should recognise the other crop of its image among those of the batch."""
+    logits = anchors @ contrast @ keys.T
+    return F.cross_entropy(logits, torch.arange(len(anchors), device=anchors.device))
+
+
+def crop(images, rng=None):
+    """A random crop of each image; without a generator, the middle."""
+    if rng is None:
+        corner = (SIDE - CROP) // 2
+        return images[..., corner : corner + CROP, corner : corner + CROP]
+    corners = torch.from_numpy(rng.integers(SIDE - CROP + 1, size=(len(images), 2)))
+    return torch.stack([i[:, y : y + CROP, x : x + CROP] for i, (y, x) in zip(images, corners.tolist(), strict=True)])
+
+
+# ------------------------------------------------------------------------------------------------------------ learning
+
+
+def learn(args, agent, target, optimizers, replay, storage, rng, device):
+    """One update of critic, encoder and auxiliary networks, and one of the actor. The encoder sees states and goal
+    states in one batch, and its output serves all three losses."""
+    entropy_coef = args.entropy_coef if args.policy == "gaussian" else 0.0
+    batch = [tensor.to(device) for tensor in replay.sample(args.batch_size, rng)]
+    images, actions, rewards, next_images, terminals, goals = batch
+    if args.aux == "curl":
+        other_images, images, next_images = crop(images, rng), crop(images, rng), crop(next_images, rng)
+
+    with torch.no_grad():
+        next_features = target.feature_extractor(next_images)
+        next_query = target.goal_discriminator.query(next_features)
+        next_actions, next_log_probs = target.actor(next_features, next_query, goals)
+        next_values = target.critic(next_features, next_query, goals, next_actions).min(0).values
+        targets = critic_target(rewards, terminals, next_values, next_log_probs, args.gamma, entropy_coef)
+
+    agent.train()  # batch normalisation by the batch
+    if args.aux == "gace":
+        goal_images, goal_labels = (tensor.to(device) for tensor in storage.sample(args.goal_batch_size, rng))
+        features, goal_features = agent.feature_extractor(torch.cat([images, goal_images])).split(
+            [args.batch_size, args.goal_batch_size]
+        )
+    else:
+        features = agent.feature_extractor(images)
+    agent.eval()
+    query = agent.goal_discriminator.query(features)
+    values = agent.critic(features, query, goals, actions)
+    loss = critic = critic_loss(values, targets)
+    report = {"losses/critic": critic, "charts/value": values.mean()}
+    if args.aux == "gace":
+        goal_logits = agent.goal_discriminator(goal_features)
+        report["losses/gace"] = auxiliary = gace_loss(goal_logits, goal_labels)
+        report["charts/discriminator_accuracy"] = (goal_logits.argmax(-1) == goal_labels).float().mean()
+        loss = loss + args.eta * auxiliary  # Eq. 9
+    elif args.aux == "ae":
+        report["losses/ae"] = auxiliary = ae_loss(agent.decoder, features, images)
+        loss = loss + args.eta * auxiliary
+    elif args.aux == "curl":
+        with torch.no_grad():
+            keys = target.feature_extractor(other_images)
+        report["losses/curl"] = auxiliary = curl_loss(features, keys, agent.contrast)
+        loss = loss + args.eta * auxiliary
+    if not torch.isfinite(loss):
+        raise FloatingPointError(f"the loss is not finite: {loss.item()}")
+    optimizers["critic"].zero_grad()
+    loss.backward()
+    optimizers["critic"].step()
+
+    features, query = features.detach(), query.detach()  # the actor loss trains neither encoder nor discriminator ...
+    agent.critic.requires_grad_(False)  # ... nor the critic
+    new_actions, log_probs = agent.actor(features, query, goals, explore=args.policy == "gaussian")
+    actor = actor_loss(agent.critic(features, query, goals, new_actions), log_probs, entropy_coef)
+    optimizers["actor"].zero_grad()
+    actor.backward()
+    optimizers["actor"].step()
+    agent.critic.requires_grad_(True)
+    report |= {"losses/actor": actor, "charts/action_size": new_actions.abs().mean()}
+    return {name: float(number.detach()) for name, number in report.items()}
+
+
+@torch.no_grad()
+def follow(target, agent, tau):
+    """Moves the target networks, and their normalisation, a step towards the agent."""
+    for mine, theirs in ((target.parameters(), agent.parameters()), (target.buffers(), agent.buffers())):
+        pairs = [(m, t) for m, t in zip(mine, theirs, strict=True) if m.is_floating_point()]
+        torch._foreach_lerp_(*map(list, zip(*pairs, strict=True)), tau)
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+@torch.no_grad()
+def choose_action(args, agent, observation, device, explore):
+    image = torch.from_numpy(observation["image"])[None].to(device, memory_format=torch.channels_last)
+    goal = torch.tensor([int(observation["goal"])], device=device)
+    return agent.act(crop(image) if args.aux == "curl" else image, goal, explore)[0].cpu().numpy()
+
+
+def evaluate(args, agent, split, device, goal=None, keep_going=lambda: True, on_step=None, episodes=None):
+    """Success ratio, length and return without exploration noise, and the accuracy of the goal-discriminator on the
+    goal states reached. The same episodes every time."""
+    env = gym.make(f"gace/{args.task.upper()}-v0", split=split, render_mode="rgb_array" if on_step else None)
+    options = {"goal": goal or args.fixed_goal} if goal or args.fixed_goal else None
+    successes, lengths, returns, states, labels = [], [], [], [], []
+    for index in range(episodes or args.episodes):
+        observation, info = env.reset(seed=2**30 + index, options=options)
+        over, length, total = False, 0, 0.0
+        while not over:
+            if not keep_going():
+                env.close()
+                return None
+            action = choose_action(args, agent, observation, device, explore=False)
+            if on_step:
+                on_step(env, info)
+            observation, reward, terminated, truncated, step_info = env.step(action)
+            over, length, total = terminated or truncated, length + 1, total + reward
+        if on_step:
+            on_step(env, info)
+        successes.append(step_info["is_success"])
+        lengths.append(length)
+        returns.append(total)
+        if successes[-1]:
+            states.append(observation["image"])
+            labels.append(int(observation["goal"]))
+    env.close()
+    accuracy = float("nan")
+    if states and args.aux == "gace":
+        with torch.no_grad():
+            images = torch.from_numpy(np.stack(states)).to(device, memory_format=torch.channels_last)
+            guesses = agent.goal_discriminator(agent.feature_extractor(images)).argmax(-1).cpu()
+        accuracy = (guesses == torch.tensor(labels)).float().mean().item()
+    return {
+        "split": split,
+        "success_ratio": float(np.mean(successes)),
+        "discriminator_accuracy": accuracy,
+        "episode_length": float(np.mean(lengths)),
+        "episode_return": float(np.mean(returns)),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+METRICS = "update env_steps seconds split success_ratio discriminator_accuracy episode_length episode_return".split()
+
+
+def splits_of(task):
+    return ["seen", "unseen"] if task == "r2" else ["seen"]
+
+
+def goals_of(task):
+    return list(envs.BOX_COLOURS)[: 5 if task == "r3" else 3]
+
+
+def algorithm(args):
+    return "sac" + ("" if args.aux == "none" else f"+{args.aux}") + ("+gdan" if args.gdan else "")
+
+
+def save_atomically(path, content):
+    temporary = path.with_suffix(".tmp")
+    torch.save(content, temporary)
+    os.replace(temporary, path)
+
+
+def load_checkpoint(path):
+    """The checkpoint, its Args and its agent, or one line that says what is wrong with it."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        known = {f.name for f in fields(Args)}
+        args = Args(**{k: v for k, v in checkpoint["args"].items() if k in known})
+        agent = Agent(args, len(goals_of(args.task))).eval()
+        agent.load_state_dict(checkpoint["agent"])  # those in results/ are 16-bit
+        return checkpoint, args, agent
+    except FileNotFoundError:
+        raise SystemExit(f"{path} does not exist") from None
+    except Exception as error:
+        reason = str(error).split("\n")[0]
+        raise SystemExit(f"{path} is not a whole checkpoint of this script: {reason}") from None
+
+
+def check_disk(args, run_folder):
+    steps = args.warmup + args.total_updates * args.env_steps_per_update
+    needed = min(args.replay_size, int(steps * 1.1)) * SIDE * SIDE * 3
+    used = sum(path.stat().st_blocks * 512 for path in run_folder.glob("*.bin"))
+    free = shutil.disk_usage(run_folder).free
+    if needed > free + used:
+        raise SystemExit(
+            f"the replay buffer needs {needed / 1e9:.1f} GB in {run_folder}, which has {free / 1e9:.1f} GB free: "
+            f"use a --replay-size of at most {int((free + used) * 0.9 / (SIDE * SIDE * 3))}"
+        )
+
+
+def train(args, run_folder, checkpoint=None):
+    device = torch.device("cuda" if args.cuda else "cpu")
+    torch.manual_seed(args.seed)
+    rng = np.random.default_rng(args.seed)
+    agent = Agent(args, len(goals_of(args.task))).to(device).eval()
+    target = copy.deepcopy(agent).requires_grad_(False)
+    actor_parameters = list(agent.actor.parameters())
+    decoder_parameters = list(agent.decoder.parameters()) if agent.decoder else []
+    apart = {id(p) for p in (*actor_parameters, *decoder_parameters)}
+    rest = [p for p in agent.parameters() if id(p) not in apart]
+    groups = [{"params": rest}, {"params": decoder_parameters, "weight_decay": 1e-7}]
+    optimizers = {
+        "critic": torch.optim.Adam(groups if decoder_parameters else rest, args.learning_rate, fused=True),
+        "actor": torch.optim.Adam(actor_parameters, args.learning_rate, fused=True),
+    }
+    counters = {"updates": 0, "env_steps": 0, "episodes": 0, "episode_steps": 0, "replay": 0, "goals": 0}
+    seconds_before = 0.0
+    if checkpoint:
+        counters |= checkpoint["counters"]
+        seconds_before = checkpoint["seconds"]
+        agent.load_state_dict(checkpoint["agent"])
+        target.load_state_dict(checkpoint["target"])
+        for name, optimizer in optimizers.items():
+            optimizer.load_state_dict(checkpoint["optimizers"][name])
+        rng.bit_generator.state = json.loads(checkpoint["numpy_random"])
+        torch.set_rng_state(checkpoint["torch_random"])
+    replay = ReplayBuffer(run_folder, args.replay_size, counters["replay"])
+    storage = GoalStorage(run_folder / "goal_states.bin", args.goal_storage_size, counters["goals"])
+
+    metrics_path = run_folder / "metrics.csv"
+    rows = []
+    if metrics_path.exists():  # rows after the checkpoint belong to updates that were lost
+        with open(metrics_path) as file:
+            rows = [row for row in csv.DictReader(file) if int(row["update"]) <= counters["updates"]]
+    with open(metrics_path, "w", newline="") as file:
+        csv.writer(file).writerows([METRICS, *([row[name] for name in METRICS] for row in rows)])
+    writer = SummaryWriter(run_folder, purge_step=counters["updates"] or None)
+    writer.add_text(
+        "hyperparameters", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in asdict(args).items())
+    )
+    signals = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, frame: signals.append(received))
+
+    started = time.monotonic()
+
+    def save():
+        arguments = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(args).items()}
+        content = {
+            "args": arguments,
+            "counters": {**counters, "replay": replay.count, "goals": storage.count},
+            "seconds": seconds_before + time.monotonic() - started,
+            "agent": agent.state_dict(),
+            "target": target.state_dict(),
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()},
+            "numpy_random": json.dumps(rng.bit_generator.state),
+            "torch_random": torch.get_rng_state(),
+        }
+        save_atomically(run_folder / "checkpoint.pt", content)
+
+    env = gym.make(f"gace/{args.task.upper()}-v0")
+    options = {"goal": args.fixed_goal} if args.fixed_goal else None
+
+    def reset():
+        seed = np.random.SeedSequence([args.seed, counters["episodes"]]).generate_state(1)[0]
+        return env.reset(seed=int(seed), options=options)[0]
+
+    observation = reset()
+    # An episode is a function of its seed and its actions: the one under way is played again up to where it was.
+    for index in range(counters["replay"] - counters["episode_steps"], counters["replay"]):
+        observation = env.step(replay.steps["action"][index % args.replay_size])[0]
+    if not checkpoint:
+        save()
+    saved = shown = time.monotonic()
+    window, reports, recent, bar = [], [], deque(maxlen=200), None
+    try:
+        while counters["updates"] < args.total_updates and not signals:
+            warming_up = counters["env_steps"] < args.warmup or (args.aux == "gace" and not len(storage))
+            if warming_up:
+                action = rng.uniform(-1, 1, 6).astype(np.float32)
+            else:
+                action = choose_action(args, agent, observation, device, explore=True)
+            next_observation, reward, terminated, truncated, info = env.step(action)
+            replay.add(observation["image"], action, reward, int(observation["goal"]), terminated)
+            observation = next_observation
+            counters["env_steps"] += 1
+            counters["episode_steps"] += 1
+
+            if terminated or truncated:
+                replay.add(observation["image"], usable=False)
+                if args.aux == "gace":  # auto-labelling: the instruction names the goal that was reached
+                    if info["is_success"]:
+                        storage.add(observation["image"], int(observation["goal"]))
+                    elif truncated and (warming_up or rng.random() < args.epsilon_n):
+                        storage.add(observation["image"], len(goals_of(args.task)))
+                episode = {
+                    "charts/success_ratio": info["is_success"],
+                    "charts/nongoal_ratio": info["reached"] >= 0 and not info["is_success"],
+                    "charts/episode_length": counters["episode_steps"],
+                }
+                window.append(episode)
+                recent.append(episode)
+                counters["episodes"] += 1
+                counters["episode_steps"] = 0
+                observation = reset()
+
+            if not warming_up and counters["env_steps"] % args.env_steps_per_update == 0:
+                report = learn(args, agent, target, optimizers, replay, storage, rng, device)
+                reports.append(report)
+                counters["updates"] += 1
+                update = counters["updates"]
+                if update % args.target_update_interval == 0:
+                    follow(target, agent, args.tau)
+                if update % 100 == 0:
+                    means = {name: np.mean([r[name] for r in reports]) for name in report}
+                    if len(window) >= 100:
+                        means |= {name: np.mean([e[name] for e in window]) for name in window[0]}
+                        window.clear()
+                    for name, number in means.items():
+                        writer.add_scalar(name, number, update)
+                    reports.clear()
+                if update % args.eval_every == 0 or update == args.total_updates:
+                    for split in splits_of(args.task):
+                        row = evaluate(args, agent, split, device, keep_going=lambda: not signals)
+                        if row is None:
+                            break
+                        seconds = round(seconds_before + time.monotonic() - started, 1)
+                        row |= {"update": update, "env_steps": counters["env_steps"], "seconds": seconds}
+                        with open(metrics_path, "a", newline="") as file:
+                            csv.writer(file).writerow([row[name] for name in METRICS])
+                        for name in METRICS[4:]:
+                            writer.add_scalar(f"evaluation/{split}_{name}", row[name], update)
+                        tqdm.write(describe(row), file=sys.stdout)
+
+            now = time.monotonic()
+            if now - shown > 0.5:
+                shown = now
+                if bar is None or (not warming_up and bar.unit == " steps"):
+                    if bar is not None:
+                        bar.close()
+                    unit, total = (" steps", args.warmup) if warming_up else (" updates", args.total_updates)
+                    bar = tqdm(total=total, unit=unit, dynamic_ncols=True, initial=0 if warming_up else update - 1)
+                bar.set_description("warm-up" if warming_up else "training", refresh=False)
+                success = np.mean([e["charts/success_ratio"] for e in recent]) if recent else float("nan")
+                accuracy = report.get("charts/discriminator_accuracy", float("nan")) if not warming_up else float("nan")
+                bar.set_postfix_str(f"success {success:.1%}, discriminator {accuracy:.1%}", refresh=False)
+                bar.update(min(counters["env_steps"], args.warmup) - bar.n if warming_up else update - bar.n)
+            if now - saved > args.checkpoint_every:
+                save()
+                saved = now
+        save()
+    except FloatingPointError as error:  # the last good checkpoint stays
+        raise SystemExit(f"{error} at update {counters['updates'] + 1}") from None
+    finally:
+        if bar is not None:
+            bar.close()
+        writer.close()
+        env.close()
+
+
+def describe(row):
+    return (
+        f"update {row['update']:,}, {row['split']}: success {row['success_ratio']:.1%}, discriminator accuracy "
+        f"{row['discriminator_accuracy']:.1%}, length {row['episode_length']:.1f}, return {row['episode_return']:.2f}"
+    )
+
+
+def evaluate_checkpoint(args):
+    """`--evaluate`: prints the results of a checkpoint and, with `--capture-video`, writes a video of five episodes."""
+    checkpoint, trained, agent = load_checkpoint(args.evaluate)
+    splits, goals = splits_of(trained.task), goals_of(trained.task)
+    if args.split and args.split not in splits:
+        raise SystemExit(f"{trained.task} has no {args.split} split")
+    if args.goal and args.goal.lower() not in goals:
+        raise SystemExit(f"unknown goal {args.goal!r}; use one of {', '.join(goals)}")
+    goal = args.goal.lower() if args.goal else None
+    device = torch.device("cuda" if args.cuda else "cpu")
+    agent = agent.to(device)
+    for split in [args.split] if args.split else splits:
+        row = evaluate(trained, agent, split, device, goal, episodes=args.episodes)
+        print(describe({"update": checkpoint["counters"]["updates"], **row}), flush=True)
+        if args.capture_video:
+            path = args.evaluate.with_name(f"{args.evaluate.stem}_{split}.gif")
+            write_video(trained, agent, split, device, goal, path)
+            print(f"wrote {path}")
+
+
+def write_video(args, agent, split, device, goal, path):
+    frames = []
+
+    def film(env, info):
+        frame = Image.fromarray(env.render())
+        drawing = ImageDraw.Draw(frame)
+        drawing.text((12, 8), info["instruction"], fill="white", font_size=22, stroke_width=2, stroke_fill="black")
+        frames.append(frame)
+
+    evaluate(args, agent, split, device, goal, on_step=film, episodes=5)
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=120, loop=0)
+
+
+def main():
+    args = tyro.cli(Args, description=__doc__)
+    if args.gdan and args.aux != "gace":
+        raise SystemExit(f"--gdan needs the goal-discriminator, which --aux {args.aux} does not train: use --aux gace")
+    if args.concat_query and not args.gdan:
+        raise SystemExit("--concat-query replaces the attention of GDAN: add --gdan")
+    if args.fixed_goal and args.fixed_goal not in goals_of(args.task):
+        raise SystemExit(f"unknown goal {args.fixed_goal!r}; use one of {', '.join(goals_of(args.task))}")
+    if min(args.episodes, args.eval_every, args.env_steps_per_update, args.batch_size, args.target_update_interval) < 1:
+        raise SystemExit(
+            "--episodes, --eval-every, --env-steps-per-update, --batch-size and --target-update-interval "
+            "must be at least 1"
+        )
+    if args.cuda and not torch.cuda.is_available():
+        raise SystemExit("--cuda: PyTorch sees no GPU here; use --no-cuda")
+    if args.evaluate:
+        return evaluate_checkpoint(args)
+
+    checkpoint, run_folder = None, args.resume
+    if run_folder:
+        checkpoint, args, _ = load_checkpoint(run_folder / "checkpoint.pt")
+    else:
+        run_folder = Path("runs", f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}")
+    try:
+        run_folder.mkdir(parents=True, exist_ok=bool(checkpoint))
+        (run_folder / "goal_states.bin").touch()
+    except OSError as error:
+        raise SystemExit(f"cannot write into the run folder {run_folder}: {error.strerror}") from None
+    check_disk(args, run_folder)
+    if args.track:
+        try:
+            import wandb
+        except ImportError:
+            raise SystemExit("--track needs Weights and Biases: pip install wandb") from None
+        wandb.init(
+            project="gace",
+            name=run_folder.name,
+            id=run_folder.name,
+            resume="allow",
+            sync_tensorboard=True,
+            config=vars(args),
+        )
+    print(f"run folder: {run_folder}")
+    train(args, run_folder, checkpoint)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""What a trained agent looks at: perturbation saliency (Greydanus et al., 2018), as in the paper's figure.
+
+    python saliency.py runs/RUN/checkpoint.pt                       # the task it was trained on
+    python saliency.py runs/RUN/checkpoint.pt --task v2 --split unseen --goal Bonus
+
+A small patch of the frame is blurred, and how far the policy and the value move is the saliency of that patch: policy
+in blue, value in red, both in purple. The goal is circled in yellow, the other objects in green. Writes a sheet of
+frames (PNG) and the episodes (GIF) beside the checkpoint.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn.functional as F
+import tyro
+from PIL import Image, ImageDraw
+from tqdm import tqdm
+
+import a3c_gace_vizdoom
+import envs
+import sac_gace_ur5
+
+
+@dataclass
+class Args:
+    checkpoint: tyro.conf.Positional[Path]
+    """of a3c_gace_vizdoom.py or sac_gace_ur5.py"""
+    task: Literal["v1", "v2", "v3", "v4", "r1", "r2", "r3"] | None = None
+    """task to play; by default the one it was trained on"""
+    split: Literal["seen", "unseen"] = "seen"
+    """split of v2, v4 and r2"""
+    goal: str | None = None
+    """this goal only, by name"""
+    episodes: int = 3
+    """episodes to play: one row of the sheet each"""
+    frames: int = 5
+    """frames of each row"""
+    seed: int = 1
+    """seed of the first episode"""
+    out: Path | None = None
+    """file name without its ending; by default that of the checkpoint with _saliency_ and the split"""
+
+
+# ------------------------------------------------------------------------------------------------------------ saliency
+
+
+def gaussian(size, sigma):
+    kernel = torch.exp(-0.5 * ((torch.arange(size) - size // 2) / sigma) ** 2)
+    return kernel / kernel.sum()
+
+
+def blurred(image, sigma):
+    """(channels, height, width), blurred by a Gaussian."""
+    size = 4 * round(sigma) + 1
+    kernel = gaussian(size, sigma)
+    x = F.pad(image[:, None], [size // 2] * 4, mode="replicate")
+    return F.conv2d(F.conv2d(x, kernel.view(1, 1, 1, -1)), kernel.view(1, 1, -1, 1))[:, 0]
+
+
+def saliency_maps(network, image, patches=14):
+    """How far policy and value move when a patch of the image is blurred: two maps, (patches, patches).
+
+    `network` takes images (batch, channels, side, side) to a policy (batch, n) and a value (batch,)."""
+    image = torch.as_tensor(image).float()
+    side = image.shape[-1]
+    centres = (torch.arange(patches) + 0.5) * side / patches - 0.5
+    bumps = torch.exp(-0.5 * ((torch.arange(side) - centres[:, None]) / (side / 16)) ** 2)  # (patches, side)
+    masks = (bumps[:, None, :, None] * bumps[None, :, None, :]).reshape(-1, 1, side, side)
+    perturbed = image + masks * (blurred(image, side / 14) - image)  # all copies of the frame, in one batch
+    policies, values = network(torch.cat([image[None], perturbed]))
+    policy_map = 0.5 * (policies[1:] - policies[0]).square().sum(-1)  # as in the paper that introduced them
+    value_map = 0.5 * (values[1:] - values[0]).square()
+    return policy_map.view(patches, patches).numpy(), value_map.view(patches, patches).numpy()
+
+
+# ------------------------------------------------------------------------------------- where the objects are on screen
+
+
+def doom_objects(env):
+    """(x, y, radius) of every object on the 160x120 screen, or None where it is out of view, by class."""
+    angle, found = np.radians(env.angle), []
+    forward, right = np.array([np.cos(angle), np.sin(angle)]), np.array([np.sin(angle), -np.cos(angle)])
+    for place in np.array(env.objects):
+        offset = place - (env.x, env.y)
+        depth = offset @ forward
+        x = 80 + 80 * (offset @ right) / max(depth, 1)  # the field of view is 90 degrees
+        y = 60 + 96 * (41 - 10) / max(depth, 1)  # the eye is 41 above the floor, pixels are 1.2 times as high as wide
+        hidden = depth < 8 or not 0 <= x < 160 or behind_wall(env, place)
+        found.append(None if hidden else (x, min(y, 118), max(5, 80 * 20 / depth)))
+    return found
+
+
+def behind_wall(env, place):
+    """Whether a wall of the map's picture crosses the line of sight."""
+    rows = env.picture.strip("\n").split("\n")
+    posts = {(48 + 96 * c, 48 + 96 * r) for r, row in enumerate(rows) for c, sign in enumerate(row) if sign == "#"}
+    here = np.array([env.x, env.y])
+
+    def side(p, q, r):
+        return np.sign((q[0] - p[0]) * (r[1] - p[1]) - (q[1] - p[1]) * (r[0] - p[0]))
+
+    for x, y in posts:
+        for other in ((x + 96, y), (x, y + 96)):
+            if other in posts and side(here, place, (x, y)) != side(here, place, other):
+                if side((x, y), other, here) != side((x, y), other, place):
+                    return True
+    return False
+
+
+def ur5_objects(env):
+    """(x, y, radius) of every box on the 480x480 picture, by class; None for a colour that is not there."""
+    camera = env.data.camera("front")
+    focal = 240 / np.tan(np.radians(env.model.camera("front").fovy[0]) / 2)
+    found = [None] * len(env.names)
+    for place, index in zip(env.box_positions, env.box_classes, strict=True):
+        x, y, z = camera.xmat.reshape(3, 3).T @ (place - camera.xpos)  # the camera looks along -z
+        found[index] = (240 - focal * x / z, 240 + focal * y / z, 0.075 * focal / -z)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- playing
+
+
+class DoomAgent:
+    """A navigation agent with the memory of its episode."""
+
+    picture_size, actions = (480, 360), ("forward", "left", "right")
+
+    def __init__(self, path):
+        checkpoint, self.args = a3c_gace_vizdoom.load_checkpoint(path)
+        self.agent = a3c_gace_vizdoom.Agent(self.args)
+        a3c_gace_vizdoom.flatten(self.agent)[0].copy_(checkpoint["parameters"])
+
+    def begin(self):
+        self.memory = torch.zeros(2, 1, 256)
+
+    def look(self, observation):
+        """The action, its name, and both maps."""
+        image, goal = observation["image"], torch.tensor([int(observation["goal"])])
+        if self.args.aux == "rad":
+            corner, crop = (42 - a3c_gace_vizdoom.CROP) // 2, a3c_gace_vizdoom.CROP
+            image = image[:, corner : corner + crop, corner : corner + crop]
+
+        def network(images):
+            logits, values, _ = self.agent.act(
+                images, goal.expand(len(images)), self.memory.expand(-1, len(images), -1)
+            )
+            return logits, values
+
+        maps = saliency_maps(network, image)
+        logits, _, self.memory = self.agent.act(torch.from_numpy(image)[None], goal, self.memory)
+        action = int(logits.argmax())
+        return action, self.actions[action], maps
+
+    def picture(self, env):
+        return Image.fromarray(env.frame[:3].astype(np.uint8).transpose(1, 2, 0)).resize(self.picture_size)
+
+    def objects(self, env):
+        return [place and tuple(3 * number for number in place) for place in doom_objects(env)]
+
+
+class UR5Agent:
+    """A manipulation agent. Its policy is the action, its value the critics' value of that action."""
+
+    picture_size = (480, 480)
+
+    def __init__(self, path):
+        _, self.args, self.agent = sac_gace_ur5.load_checkpoint(path)
+
+    def begin(self):
+        pass
+
+    @torch.no_grad()
+    def look(self, observation):
+        image, goal = torch.from_numpy(observation["image"]), torch.tensor([int(observation["goal"])])
+        if self.args.aux == "curl":
+            image = sac_gace_ur5.crop(image)
+        action = self.agent.act(image[None], goal, explore=False)
+
+        def network(images):
+            goals = goal.expand(len(images))
+            features = self.agent.feature_extractor(images.contiguous(memory_format=torch.channels_last))
+            query = self.agent.goal_discriminator.query(features)
+            actions, _ = self.agent.actor(features, query, goals, explore=False)
+            values = self.agent.critic(features, query, goals, action.expand(len(images), -1))
+            return actions, values.min(0).values
+
+        maps = saliency_maps(network, image)
+        name = " ".join(f"{speed:+.1f}" for speed in action[0].tolist())
+        return action[0].numpy(), name, maps
+
+    def picture(self, env):
+        return Image.fromarray(env.render()[:, :480])
+
+    objects = staticmethod(ur5_objects)
+
+
+def draw(picture, maps, scales, objects, goal, caption):
+    """The frame with both maps over it, the objects circled, and a caption."""
+    overlay = []
+    for saliency, scale in zip(maps, scales, strict=True):
+        strength = np.clip(saliency / scale, 0, 1) * 255
+        smooth = Image.fromarray(strength.astype(np.uint8)).resize(picture.size, Image.Resampling.BICUBIC)
+        overlay.append(np.asarray(smooth, np.float32) / 255)
+    policy, value = overlay
+    pixels = np.asarray(picture, np.float32) * (1 - 0.75 * np.maximum(policy, value))[..., None]
+    pixels[..., 2] += 0.75 * 255 * policy
+    pixels[..., 0] += 0.75 * 255 * value
+    drawn = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+    pen = ImageDraw.Draw(drawn)
+    for index, place in enumerate(objects):
+        if place:
+            x, y, radius = place
+            colour = "yellow" if index == goal else "lime"
+            pen.ellipse((x - radius, y - radius, x + radius, y + radius), outline=colour, width=4)
+    pen.text((10, 6), caption, fill="white", font_size=22, stroke_width=2, stroke_fill="black")
+    return drawn
+
+
+def main():
+    args = tyro.cli(Args, description=__doc__)
+    try:
+        trained_on = torch.load(args.checkpoint, map_location="cpu", weights_only=True)["args"]["task"]
+    except FileNotFoundError:
+        raise SystemExit(f"{args.checkpoint} does not exist") from None
+    except Exception as error:
+        reason = str(error).split("\n")[0]
+        raise SystemExit(f"{args.checkpoint} is not a whole checkpoint of our scripts: {reason}") from None
+    task = args.task or trained_on
+    if task[0] != trained_on[0]:
+        raise SystemExit(
+            f"an agent of {trained_on} cannot play {task}: use one of {trained_on[0]}1, {trained_on[0]}2 ..."
+        )
+    if args.split == "unseen" and task not in ("v2", "v4", "r2"):
+        raise SystemExit(f"{task} has no unseen split")
+    agent = (DoomAgent if task[0] == "v" else UR5Agent)(args.checkpoint)
+    names = list(envs.ITEMS) if task[0] == "v" else sac_gace_ur5.goals_of(trained_on)
+    if args.goal and args.goal.lower() not in [name.lower() for name in names]:
+        raise SystemExit(f"unknown goal {args.goal!r}; use one of {', '.join(names)}")
+    if min(args.episodes, args.frames) < 1:
+        raise SystemExit("--episodes and --frames must be at least 1")
+
+    env = gym.make(f"gace/{task.upper()}-v0", split=args.split, render_mode="rgb_array").unwrapped
+    options = {"goal": args.goal} if args.goal else None
+    episodes = []
+    for index in tqdm(range(args.episodes), unit=" episodes"):
+        observation, info = env.reset(seed=args.seed + index, options=options)
+        agent.begin()
+        over, steps = False, []
+        while not over:
+            picture, objects = agent.picture(env), agent.objects(env)
+            action, name, maps = agent.look(observation)
+            steps.append((picture, maps, objects, int(observation["goal"]), f"{info['instruction']}: {name}"))
+            observation, _, terminated, truncated, _ = env.step(action)
+            over = terminated or truncated
+        episodes.append(steps)
+    env.close()
+
+    # One scale for all frames, so that what moves the agent little looks like little.
+    scales = [
+        np.quantile([step[1][kind].max() for steps in episodes for step in steps], 0.9) + 1e-12 for kind in (0, 1)
+    ]
+    rows = [[draw(p, maps, scales, *rest) for p, maps, *rest in steps] for steps in episodes]
+    width, height = agent.picture_size
+    sheet = Image.new("RGB", (args.frames * width, len(rows) * height))
+    for r, row in enumerate(rows):
+        for c, index in enumerate(np.linspace(0, len(row) - 1, args.frames).round().astype(int)):
+            sheet.paste(row[index], (c * width, r * height))
+    out = args.out or args.checkpoint.with_name(f"{args.checkpoint.stem}_saliency_{args.split}")
+    png, gif = out.with_name(out.name + ".png"), out.with_name(out.name + ".gif")
+    try:
+        sheet.save(png)
+        frames = [frame for row in rows for frame in row]
+        frames[0].save(gif, save_all=True, append_images=frames[1:], duration=250, loop=0)
+    except OSError as error:
+        raise SystemExit(f"cannot write {png} and {gif}: {error.strerror}") from None
+    print(f"wrote {png} and {gif}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,349 @@
+"""The equations of sac_gace_ur5.py against references written out here, and the script run as a user runs it."""
+
+import math
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_a3c import ROOT, Run, gradients
+from test_envs import wait_until
+
+import sac_gace_ur5 as sac
+
+SCRIPT = str(ROOT / "sac_gace_ur5.py")
+
+
+def random_images(number):
+    return torch.randint(0, 256, (number, 3, 84, 84), dtype=torch.uint8)
+
+
+def make_agent(**kwargs):
+    torch.manual_seed(0)
+    return sac.Agent(sac.Args(cuda=False, **kwargs), goals=3).eval()
+
+
+# ----------------------------------------------------------------------------------------------------------- equations
+
+
+def test_critic_and_actor_loss():
+    rewards, terminals = torch.tensor([-0.01, 1.0]), torch.tensor([0.0, 1.0])
+    targets = sac.critic_target(rewards, terminals, torch.tensor([0.5, 0.7]), torch.tensor([-2.0, 3.0]), 0.9, 0.01)
+    assert targets.tolist() == pytest.approx([-0.01 + 0.9 * (0.5 + 0.02), 1.0])
+    values = torch.tensor([[0.1, 0.2], [0.3, 0.0]])
+    expected = ((0.1 - 1) ** 2 + (0.2 - 2) ** 2) / 2 + ((0.3 - 1) ** 2 + (0.0 - 2) ** 2) / 2
+    assert sac.critic_loss(values, torch.tensor([1.0, 2.0])).item() == pytest.approx(expected)
+    loss = sac.actor_loss(values, torch.tensor([-2.0, 3.0]), 0.01)
+    assert loss.item() == pytest.approx((-0.02 - 0.1 + 0.03 - 0.0) / 2)
+
+
+def test_gace_loss_is_equation_8():
+    logits, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 3, 0])
+    expected = -sum(math.log(logits[i].exp()[labels[i]] / logits[i].exp().sum()) for i in range(6)) / 6
+    assert sac.gace_loss(logits, labels).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_attention_is_equations_10_and_11():
+    conditioning = make_agent(gdan=True).actor.conditioning
+    features, query, goals = torch.randn(2, 256).relu(), torch.randn(2, 256).relu(), torch.tensor([0, 2])
+
+    def linear(layer, x):
+        return x @ layer.weight.T + layer.bias
+
+    gate = 1 / (1 + torch.exp(-linear(conditioning.instruction, conditioning.embedding.weight[goals])))
+    gated = features * gate
+    memory = linear(conditioning.linear, torch.cat([gated, gate], 1)).relu()
+    key_value = linear(conditioning.key_value, torch.cat([gated, memory], 1)).relu()
+    key, value = key_value[:, :256], key_value[:, 256:]
+    attention = torch.tanh(linear(conditioning.w_q, query).relu() + linear(conditioning.w_k, key).relu())
+    expected = linear(conditioning.combine, torch.cat([value * attention, memory], 1)).relu()
+    assert torch.allclose(conditioning(features, query, goals), expected, atol=1e-5)
+
+
+def test_concatenated_query_replaces_the_attention():
+    conditioning = make_agent(gdan=True, concat_query=True).critic.conditioning
+    assert not hasattr(conditioning, "w_q")
+    features, goals = torch.randn(2, 256).relu(), torch.tensor([0, 2])
+    outputs = [conditioning(features, query, goals) for query in (torch.zeros(2, 256), torch.ones(2, 256))]
+    assert not torch.allclose(*outputs)
+
+
+def test_policies():
+    features, query, goals = torch.randn(64, 256).relu(), torch.randn(64, 256), torch.zeros(64, dtype=torch.long)
+    actor = make_agent(exploration_noise=0.2).actor
+    quiet, _ = actor(features, query, goals, explore=False)
+    noisy, log_probs = actor(features, query, goals)
+    assert (quiet.abs() <= 1).all() and (noisy.abs() <= 1).all() and (log_probs == 0).all()
+    difference = (noisy - quiet).abs()
+    assert difference.max() <= 0.5 + 1e-6 and difference.std() > 0.05  # clipped at 2.5 standard deviations
+
+    actor = make_agent(policy="gaussian").actor
+    torch.manual_seed(1)
+    actions, log_probs = actor(features, query, goals)
+    mean, log_std = actor.head(actor.conditioning(features, query, goals)).chunk(2, -1)
+    before = torch.atanh(actions.double())
+    normal = -0.5 * ((before - mean) / log_std.exp()) ** 2 - log_std - 0.5 * math.log(2 * math.pi)
+    expected = (normal - torch.log(1 - actions.double() ** 2)).sum(-1)
+    assert torch.allclose(log_probs.double(), expected, atol=1e-2)
+    assert torch.equal(actor(features, query, goals, explore=False)[0], torch.tanh(mean))
+
+
+def test_curl_loss_asks_for_the_other_crop():
+    anchors, contrast = torch.eye(4, 8), torch.eye(8)
+    assert sac.curl_loss(10 * anchors, anchors, contrast) < 0.01
+    assert sac.curl_loss(10 * anchors, anchors.flip(0), contrast) > 1
+    images = random_images(4)
+    cropped = sac.crop(images, np.random.default_rng(0))
+    assert cropped.shape == (4, 3, sac.CROP, sac.CROP)
+    windows = images.unfold(2, sac.CROP, 1).unfold(3, sac.CROP, 1)  # all crops there are
+    assert all((windows[i] == cropped[i][:, None, None]).all(dim=(0, 3, 4)).sum() == 1 for i in range(4))
+
+
+def test_ae_loss_sees_the_image():
+    agent = make_agent(aux="ae")
+    images = random_images(2)
+    loss = sac.ae_loss(agent.decoder, agent.feature_extractor(images), images)
+    loss.backward()
+    assert loss > 0 and gradients(agent.feature_extractor) and gradients(agent.decoder) and not gradients(agent.critic)
+
+
+# ----------------------------------------------------------------------------------------------- which loss trains what
+
+
+@pytest.fixture
+def stored(tmp_path):
+    rng = np.random.default_rng(0)
+    replay, storage = sac.ReplayBuffer(tmp_path, 200), sac.GoalStorage(tmp_path / "goal_states.bin", 100)
+    for i in range(60):
+        image = rng.integers(256, size=(3, 84, 84), dtype=np.uint8)
+        replay.add(image, rng.uniform(-1, 1, 6), 0.1, i % 3, i % 7 == 5, i % 7 != 6)
+        storage.add(image, i % 4)
+    return replay, storage
+
+
+@pytest.mark.parametrize("gdan", [False, True])
+def test_each_loss_trains_what_it_should(gdan, stored):
+    """GACE: extractor and discriminator. Critic: extractor, critic and, through the query, the discriminator's hidden
+    layer. Actor: the actor alone."""
+    agent = make_agent(gdan=gdan)
+    images, goals = random_images(4), torch.tensor([0, 1, 2, 0])
+    features = agent.feature_extractor(images)
+    sac.gace_loss(agent.goal_discriminator(features), goals).backward()
+    assert len(gradients(agent.feature_extractor)) == len(list(agent.feature_extractor.parameters()))
+    assert len(gradients(agent.goal_discriminator)) == 4
+    assert not gradients(agent.actor) and not gradients(agent.critic)
+
+    agent.zero_grad(set_to_none=True)
+    features = agent.feature_extractor(images)
+    query = agent.goal_discriminator.query(features)
+    sac.critic_loss(agent.critic(features, query, goals, torch.zeros(4, 6)), torch.ones(4)).backward()
+    assert gradients(agent.feature_extractor) and gradients(agent.critic) and not gradients(agent.actor)
+    assert bool(gradients(agent.goal_discriminator.hidden)) == gdan
+    assert not gradients(agent.goal_discriminator.output)
+
+    # In the script itself: with the critic's optimiser standing still, only the actor moves, and the other way round.
+    for moving in ("critic", "actor"):
+        args = sac.Args(cuda=False, gdan=gdan, batch_size=8, goal_batch_size=8)
+        agent = make_agent(gdan=gdan)
+        target = make_agent(gdan=gdan).requires_grad_(False)
+        actor = list(agent.actor.parameters())
+        rest = [p for p in agent.parameters() if all(p is not a for a in actor)]
+        rates = {"critic": 1e-3 * (moving == "critic"), "actor": 1e-3 * (moving == "actor")}
+        optimizers = {"critic": torch.optim.SGD(rest, rates["critic"]), "actor": torch.optim.SGD(actor, rates["actor"])}
+        before = {name: p.detach().clone() for name, p in agent.named_parameters()}
+        sac.learn(args, agent, target, optimizers, *stored, np.random.default_rng(0), "cpu")
+        moved = {name.split(".")[0] for name, p in agent.named_parameters() if not torch.equal(p, before[name])}
+        expected = {"actor"} if moving == "actor" else {"feature_extractor", "goal_discriminator", "critic"}
+        assert moved == expected
+        assert all(p.requires_grad for p in agent.parameters())
+
+
+def test_target_follows_parameters_and_normalisation():
+    agent, target = make_agent(), make_agent().requires_grad_(False)
+    with torch.no_grad():
+        for tensor in (*agent.parameters(), *agent.buffers()):
+            tensor.add_(1)
+    before = [t.clone() for t in (*target.parameters(), *target.buffers()) if t.is_floating_point()]
+    sac.follow(target, agent, 0.25)
+    after = [t for t in (*target.parameters(), *target.buffers()) if t.is_floating_point()]
+    assert all(torch.allclose(new - old, torch.tensor(0.25), atol=1e-5) for new, old in zip(after, before, strict=True))
+
+
+# -------------------------------------------------------------------------------------------------------------- storage
+
+
+def fill(replay, episodes, length=5):
+    """Episodes whose frames tell which they are: frame t of episode e is all 10 e + t."""
+    for episode in range(episodes):
+        for t in range(length):
+            image = np.full((3, 84, 84), (10 * episode + t) % 256, np.uint8)
+            replay.add(image, np.full(6, t / 10), float(episode), episode % 3, t == length - 1)
+        replay.add(np.full((3, 84, 84), (10 * episode + length) % 256, np.uint8), usable=False)
+
+
+@pytest.mark.parametrize("episodes", [3, 20])  # the second goes round the ring three times
+def test_replay_gives_each_step_with_its_own_next_frame(episodes, tmp_path):
+    replay = sac.ReplayBuffer(tmp_path, 40)
+    fill(replay, episodes)
+    images, actions, rewards, next_images, terminals, goals = replay.sample(500, np.random.default_rng(0))
+    frame, following = images[:, 0, 0, 0].int(), next_images[:, 0, 0, 0].int()
+    assert (following == (frame + 1) % 256).all() and (frame % 10 < 5).all()
+    assert torch.allclose(actions[:, 0], (frame % 10) / 10)
+    assert (rewards.int() == frame // 10).all() and (goals == rewards.int() % 3).all()
+    assert (terminals == (frame % 10 == 4)).all()
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    oldest = max(0, replay.count - 40) // 6
+    assert set(rewards.int().tolist()) == set(range(oldest if episodes == 20 else 0, episodes))
+
+
+def test_replay_takes_disk_only_as_it_fills_and_survives(tmp_path):
+    replay = sac.ReplayBuffer(tmp_path, 100_000)
+    fill(replay, 4)
+    frames = tmp_path / "replay_frames.bin"
+    assert frames.stat().st_size == 100_000 * 84 * 84 * 3  # 2.1 GB, if it were full
+    assert frames.stat().st_blocks * 512 < 3e6
+    again = sac.ReplayBuffer(tmp_path, 100_000, replay.count)
+    ours, theirs = (buffer.sample(50, np.random.default_rng(0)) for buffer in (replay, again))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_storage_costs_the_same_with_much_as_with_little(tmp_path):
+    def sample_seconds(stored):
+        (tmp_path / str(stored)).mkdir()
+        replay = sac.ReplayBuffer(tmp_path / str(stored), 500_000, stored)
+        replay.steps["usable"][:stored] = True
+        times = []
+        for i in range(12):
+            start = time.perf_counter()
+            replay.sample(128, np.random.default_rng(0))  # the same records: read from memory, not from disk
+            times.append(time.perf_counter() - start)
+        return np.median(times)
+
+    assert sample_seconds(500_000) < 3 * sample_seconds(10_000) + 1e-3
+
+
+def test_goal_storage_is_bounded_and_keeps_states_and_labels(tmp_path):
+    storage = sac.GoalStorage(tmp_path / "goals.bin", 10)
+    images = random_images(25)
+    for i, image in enumerate(images):
+        storage.add(image.numpy(), i)
+    assert len(storage) == 10
+    states, labels = storage.sample(100, np.random.default_rng(0))
+    assert set(labels.tolist()) == set(range(15, 25))
+    assert torch.equal(states, images[labels])
+
+
+# ------------------------------------------------------------------------------------------------------- as a user does
+
+TINY = "--warmup 120 --total-updates 6 --eval-every 3 --episodes 2 --batch-size 8 --goal-batch-size 8 --no-cuda".split()
+TINY += ["--replay-size", "5000"]
+MODES = {
+    "sac": ["--aux", "none", "--policy", "gaussian"],
+    "sac+ae": ["--aux", "ae"],
+    "sac+curl": ["--aux", "curl", "--task", "r3"],
+    "sac+gace": ["--task", "r2"],
+    "sac+gace+gdan": ["--gdan", "--concat-query", "--fixed-goal", "green"],
+}
+
+
+def start(folder, *arguments):
+    return Run(folder, *arguments, script=SCRIPT)
+
+
+def updates_of(run):
+    try:
+        return torch.load(run.run_folder / "checkpoint.pt")["counters"]["updates"]
+    except (ValueError, FileNotFoundError):
+        return -1
+
+
+@pytest.mark.parametrize("algorithm", MODES)
+def test_every_mode_trains_evaluates_and_is_evaluated_again(algorithm, tmp_path):
+    run = start(tmp_path, *TINY, *MODES[algorithm])
+    assert run.wait() == 0, run.output
+    task = {"sac+gace": "r2", "sac+curl": "r3"}.get(algorithm, "r1")
+    assert run.run_folder.name.startswith(f"{task}__{algorithm}__1__")
+    splits = ["seen", "unseen"] if task == "r2" else ["seen"]
+    assert [(row["update"], row["split"]) for row in run.rows()] == [(u, s) for u in ("3", "6") for s in splits]
+    assert list(run.rows()[0]) == sac.METRICS
+    assert all(0 <= float(row["success_ratio"]) <= 1 for row in run.rows())
+    assert updates_of(run) == 6
+
+    video = ["--capture-video"] if algorithm == "sac+gace+gdan" else []
+    checkpoint = run.run_folder / "checkpoint.pt"
+    again = start(tmp_path, "--evaluate", str(checkpoint), "--episodes", "2", "--no-cuda", *video)
+    assert again.wait() == 0, again.output
+    shown = [line for line in again.output.splitlines() if line.startswith("update 6")]
+    last = run.rows()[-len(splits) :]
+    for row, line in zip(last, shown, strict=True):
+        assert f"success {float(row['success_ratio']):.1%}" in line
+        assert f"return {float(row['episode_return']):.2f}" in line
+    if video:
+        with Image.open(run.run_folder / "checkpoint_seen.gif") as gif:
+            assert gif.n_frames > 20 and gif.size[0] >= 480
+
+
+def test_resumed_run_is_the_same_as_an_uninterrupted_one(tmp_path):
+    arguments = [*TINY, "--gdan", "--total-updates", "60", "--eval-every", "25", "--checkpoint-every", "0.2"]
+    folders = [tmp_path / name for name in ("whole", "interrupted")]
+    for folder in folders:
+        folder.mkdir()
+    whole = start(folders[0], *arguments)
+    assert whole.wait() == 0, whole.output
+    with start(folders[1], *arguments) as interrupted:
+        assert wait_until(lambda: updates_of(interrupted) >= 5, 60)
+        interrupted.process.send_signal(signal.SIGTERM)
+        interrupted.wait(10)
+        assert 5 <= updates_of(interrupted) < 60
+    resumed = start(folders[1], "--resume", str(interrupted.run_folder))
+    assert resumed.wait() == 0, resumed.output
+    ours, theirs = (torch.load(run.run_folder / "checkpoint.pt") for run in (interrupted, whole))
+    assert ours["counters"] == theirs["counters"]
+    for part in ("agent", "target"):
+        assert all(torch.equal(ours[part][name], theirs[part][name]) for name in ours[part])
+    keep = ("update", "env_steps", "split", "success_ratio", "episode_return")
+    assert [[row[k] for k in keep] for row in interrupted.rows()] == [[row[k] for k in keep] for row in whole.rows()]
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGKILL"])
+def test_interrupted_run_goes_on(how, tmp_path):
+    with start(tmp_path, *TINY, "--total-updates", "100000", "--checkpoint-every", "0.2") as run:
+        assert wait_until(lambda: updates_of(run) >= 4, 60)
+        os.killpg(run.process.pid, getattr(signal, how))
+        run.wait(10)
+    before = updates_of(run)
+    checkpoint = torch.load(run.run_folder / "checkpoint.pt")
+    checkpoint["args"]["total_updates"] = before + 3
+    torch.save(checkpoint, run.run_folder / "checkpoint.pt")
+    resumed = start(tmp_path, "--resume", str(run.run_folder))
+    assert resumed.wait() == 0, resumed.output
+    assert updates_of(run) == before + 3
+    assert not list(run.run_folder.glob("*.tmp"))
+
+
+def test_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path):
+    run = start(tmp_path, *TINY, "--gamma", "nan")
+    assert run.wait() != 0 and "the loss is not finite" in run.output.splitlines()[-1]
+    agent = torch.load(run.run_folder / "checkpoint.pt")["agent"]
+    assert all(torch.isfinite(tensor).all() for tensor in agent.values())
+
+
+def test_bad_input_is_answered_in_a_line_or_two(tmp_path):
+    (tmp_path / "damaged.pt").write_bytes(b"PK\x03\x04 cut off")
+    torch.save({"model": torch.zeros(3)}, tmp_path / "foreign.pt")
+    for arguments, expected in [
+        (["--gdan", "--aux", "ae"], "use --aux gace"),
+        (["--concat-query"], "add --gdan"),
+        (["--fixed-goal", "pink"], "use one of red, green, blue"),
+        (["--evaluate", "missing.pt"], "missing.pt does not exist"),
+        (["--evaluate", "damaged.pt"], "damaged.pt is not a whole checkpoint"),
+        (["--evaluate", "foreign.pt"], "foreign.pt is not a whole checkpoint"),
+        (["--resume", "nowhere"], "nowhere/checkpoint.pt does not exist"),
+        (["--replay-size", "1000000000000", "--total-updates", "1000000000000"], "use a --replay-size of at most"),
+    ]:
+        run = start(tmp_path, *arguments)
+        assert run.wait() != 0 and expected in run.output, run.output
+        assert len(run.output.strip().splitlines()) <= 2, run.output

@@ -1,0 +1,139 @@
+"""saliency.py: the maps of networks that are known to look at one patch, and the script on real checkpoints."""
+
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import a3c_gace_vizdoom as a3c
+import sac_gace_ur5 as sac
+import saliency
+
+ROOT = Path(__file__).parent.parent
+
+
+class Patch:
+    """A policy that looks at one patch of the image, and a value that looks at another."""
+
+    def __init__(self, policy_at, value_at, size=6):
+        self.policy_at, self.value_at, self.size = policy_at, value_at, size
+
+    def __call__(self, images):
+        def look(place):
+            y, x = place
+            return images[:, :3, y : y + self.size, x : x + self.size].std(dim=(1, 2, 3))
+
+        seen = look(self.policy_at)
+        return torch.stack([seen, -seen, 0 * seen], 1), look(self.value_at)
+
+
+@pytest.mark.parametrize("side", [42, 84])
+def test_map_lights_up_where_the_network_looks_and_nowhere_else(side):
+    image = np.random.default_rng(0).integers(256, size=(16, side, side), dtype=np.uint8)
+    scale = side // 42
+    places = (6 * scale, 27 * scale), (30 * scale, 9 * scale)
+    maps = saliency.saliency_maps(Patch(*places, size=6 * scale), image)
+    for (y, x), found in zip(places, maps, strict=True):
+        assert found.shape == (14, 14) and found.min() >= 0
+        centre = np.array([y, x]) / side * 14 + 1  # of the patch, in units of the map
+        rows, columns = np.indices(found.shape) + 0.5
+        away = np.hypot(rows - centre[0], columns - centre[1])
+        assert away[np.unravel_index(found.argmax(), found.shape)] < 1.5
+        assert found[away > 5].max() < 0.01 * found.max()
+
+
+def test_unperturbed_copy_moves_nothing():
+    maps = saliency.saliency_maps(Patch((0, 0), (10, 10)), np.full((16, 42, 42), 7, np.uint8))
+    assert np.abs(maps).max() < 1e-6  # blurring a flat image changes nothing
+
+
+@pytest.mark.parametrize("task", ["V1", "V3"])
+def test_circles_lie_on_the_objects(task):
+    """Where an object is said to be, the screen changes when the object is taken away."""
+    env = gym.make(f"gace/{task}-v0").unwrapped
+    seen = 0
+    for seed in range(12):
+        env.reset(seed=seed)
+        with_objects, places = env.frame.copy(), saliency.doom_objects(env)
+        objects = [list(place) for place in env.objects]
+        env.place_objects = lambda: np.full((4, 2), 60.0)  # all in a corner
+        env.reset(seed=seed)
+        del env.place_objects
+        env.objects = objects
+        changed = np.abs(env.frame[:3] - with_objects[:3]).max(0) > 8
+        for place in places:
+            if place and 15 < place[0] < 145 and place[2] < 40:
+                x, y, radius = (round(number) for number in place)
+                inside = changed[max(0, y - radius) : y + radius, max(0, x - radius) : x + radius]
+                assert inside.any(), (seed, place)
+                seen += 1
+    env.close()
+    assert seen > 5
+
+
+def test_circles_lie_on_the_boxes():
+    env = gym.make("gace/R1-v0", render_mode="rgb_array").unwrapped
+    env.reset(seed=0)
+    picture = env.render()[:, :480].astype(int)
+    for name, (x, y, radius) in zip(env.names, saliency.ur5_objects(env), strict=True):
+        red, green, blue = picture[round(y), round(x)]
+        strongest = ("red", "green", "blue")[int(np.argmax([red, green, blue]))]
+        assert strongest == name and 10 < radius < 60
+    env.close()
+
+
+def checkpoints(folder):
+    args = a3c.Args(cuda=False, gdan=True)
+    agent = a3c.Agent(args)
+    parameters = torch.nn.utils.parameters_to_vector(agent.parameters()).detach()
+    torch.save({"args": asdict(args), "parameters": parameters, "updates": 0}, folder / "v1.pt")
+    args = sac.Args(cuda=False)
+    content = {"args": asdict(args), "agent": sac.Agent(args, 3).state_dict(), "counters": {"updates": 0}}
+    torch.save(content, folder / "r1.pt")
+
+
+def test_sheet_and_video_of_both_kinds_of_agent(tmp_path):
+    checkpoints(tmp_path)
+    for arguments, size in [
+        (["v1.pt", "--task", "v2", "--split", "unseen"], (2 * 480, 360)),
+        (["r1.pt", "--goal", "green"], (2 * 480, 480)),
+    ]:
+        command = [sys.executable, str(ROOT / "saliency.py"), *arguments, "--episodes", "1", "--frames", "2"]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        name = Path(arguments[0]).stem + ("_saliency_unseen" if "unseen" in arguments else "_saliency_seen")
+        with Image.open(tmp_path / f"{name}.png") as png:
+            assert png.size == size
+        with Image.open(tmp_path / f"{name}.gif") as gif:
+            assert gif.n_frames > 1
+    for arguments, expected in [
+        (["v1.pt", "--task", "r1"], "cannot play r1"),
+        (["v1.pt", "--split", "unseen"], "v1 has no unseen split"),
+        (["r1.pt", "--goal", "pink"], "use one of red, green, blue"),
+        (["missing.pt"], "missing.pt does not exist"),
+    ]:
+        command = [sys.executable, str(ROOT / "saliency.py"), *arguments]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode != 0 and expected in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_a_frame_takes_a_third_of_a_second(tmp_path):
+    checkpoints(tmp_path)
+    for agent, task in ((saliency.DoomAgent(tmp_path / "v1.pt"), "V1"), (saliency.UR5Agent(tmp_path / "r1.pt"), "R1")):
+        env = gym.make(f"gace/{task}-v0")
+        observation, _ = env.reset(seed=0)
+        env.close()
+        agent.begin()
+        times = []
+        for _ in range(5):
+            start = time.monotonic()
+            agent.look(observation)
+            times.append(time.monotonic() - start)
+        assert np.median(times) < 0.3
