@@ -11,6 +11,7 @@ One process: it steps the environment, stores every frame once in a file, and le
 
 import copy
 import csv
+import ctypes
 import json
 import os
 import shutil
@@ -81,7 +82,7 @@ class Args:
     """deterministic: tanh(mean) with clipped Gaussian noise, no entropy term (the paper's); gaussian: the usual SAC"""
     exploration_noise: float = 0.1
     """standard deviation of the deterministic policy's noise"""
-    env_steps_per_update: int = 1
+    env_steps_per_update: int = 4
     """environment steps between two updates"""
     concat_query: bool = False
     """ablation: the actor-critic concatenates the query of GDAN instead of attending with it (needs --gdan)"""
@@ -124,16 +125,19 @@ class FeatureExtractor(nn.Module):
     def __init__(self, side, hidden_size):
         super().__init__()
         channels = (3, 32, 32, 64, 64)
-        self.convs = nn.ModuleList(nn.Conv2d(i, o, 3, 2, 1) for i, o in zip(channels[:-1], channels[1:], strict=True))
+        self.convs = nn.ModuleList(  # without biases: the normalisation would take them away again
+            nn.Conv2d(i, o, 3, 2, 1, bias=False) for i, o in zip(channels[:-1], channels[1:], strict=True)
+        )
         self.norms = nn.ModuleList(nn.BatchNorm2d(o) for o in channels[1:])
         for _ in self.convs:
             side = (side + 1) // 2
         self.linear = nn.Linear(64 * side * side, hidden_size)
 
     def forward(self, images):
-        x = images.float() / 255  # (batch, 3, 84, 84), within [0, 1]
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = F.relu(norm(conv(x)))
+        x = images.float()  # (batch, 3, 84, 84)
+        for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
+            weight = conv.weight / 255 if i == 0 else conv.weight  # states within [0, 1]
+            x = F.relu_(norm(F.conv2d(x, weight, stride=2, padding=1)))
         return F.relu(self.linear(x.flatten(1)))  # (batch, 256)
 
 
@@ -567,7 +571,18 @@ def check_disk(args, run_folder):
         )
 
 
+def keep_freed_memory():
+    """Has the C library keep what is freed. Otherwise it returns the activations of every update to the system and gets
+    them back page by page, which takes as long as the arithmetic."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc
+        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**29)
+
+
 def train(args, run_folder, checkpoint=None):
+    keep_freed_memory()
     device = torch.device("cuda" if args.cuda else "cpu")
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)

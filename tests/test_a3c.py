@@ -44,6 +44,16 @@ def test_returns_are_discounted_sums():
     assert a3c.discounted_returns(rewards, 0.9).tolist() == pytest.approx(expected)
 
 
+def test_advantages_are_those_of_equation_3_for_lambda_1_and_of_one_step_for_lambda_0():
+    rewards, values = [-0.1, 0.2, 1.0], torch.tensor([0.3, 0.5, 0.4])
+    returns = a3c.discounted_returns(rewards, 0.9)
+    assert torch.allclose(a3c.estimate_advantages(rewards, values, 0.9, 1.0), returns - values)
+    one_step = [-0.1 + 0.9 * 0.5 - 0.3, 0.2 + 0.9 * 0.4 - 0.5, 1.0 - 0.4]
+    assert a3c.estimate_advantages(rewards, values, 0.9, 0.0).tolist() == pytest.approx(one_step)
+    between = [one_step[0] + 0.45 * (one_step[1] + 0.45 * one_step[2]), one_step[1] + 0.45 * one_step[2], one_step[2]]
+    assert a3c.estimate_advantages(rewards, values, 0.9, 0.5).tolist() == pytest.approx(between)
+
+
 def test_policy_and_value_loss_are_equations_3_and_4():
     torch.manual_seed(0)
     logits, advantages, actions = torch.randn(5, 3), torch.randn(5), torch.tensor([0, 2, 1, 1, 0])
@@ -159,6 +169,7 @@ def test_frozen_discriminator_gets_no_gradient_but_is_still_measured(storage):
 def test_learn_is_equation_9_and_clips(storage):
     """The gradient of the script against the gradient of the total loss, written out."""
     args = a3c.Args(cuda=False, gdan=True, max_grad_norm=1e9, reward_scale=0.5, entropy_coef=0.02, eta=0.4)
+    args.value_coef, args.gae_lambda = 0.5, 1.0  # the paper's
     agent = make_agent(gdan=True)
     episode = fake_episode()
     _, gradient = a3c.flatten(agent)

@@ -216,7 +216,7 @@ def test_storage_costs_the_same_with_much_as_with_little(tmp_path):
         replay = sac.ReplayBuffer(tmp_path / str(stored), 500_000, stored)
         replay.steps["usable"][:stored] = True
         times = []
-        for i in range(12):
+        for _ in range(12):
             start = time.perf_counter()
             replay.sample(128, np.random.default_rng(0))  # the same records: read from memory, not from disk
             times.append(time.perf_counter() - start)
