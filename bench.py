@@ -1,22 +1,37 @@
-"""How close the environments come to the limit they cannot beat. Both sides are measured in turn, in one run, so that
+"""How close environments and training come to the limit they cannot beat. Both sides are measured in one run, so that
 the ratio holds on a machine that other programs slow down.
 
-    python bench.py                       # every task
+    python bench.py                       # the environments of every task
     python bench.py --tasks v1 r1 --seconds 20
+    python bench.py --training --tasks v1 r1 --seconds 60
 
 The limit of a V task is its engine alone: 4 tics, each followed by reading screen and depth. That of an R task is 16
 physics steps and one 84x84 image. The last column compares `reset()` with the engine's `new_episode()`.
+
+The limit of training is, for A3C, the engine's time for the steps of an episode and the arithmetic of the convolutions;
+for SAC, that arithmetic alone, at the rate of one large matrix product. It is measured with storages almost empty and
+full (100,000 goal states; 500,000 transitions and goal states).
 """
 
+import contextlib
+import os
+import signal
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
+import torch
 import tyro
 
+import a3c_gace_vizdoom as a3c
 import envs
+import sac_gace_ur5 as sac
 
 
 @dataclass
@@ -24,7 +39,9 @@ class Args:
     tasks: tuple[str, ...] = ("v1", "v2", "v3", "v4", "r1", "r2", "r3")
     """the tasks to measure"""
     seconds: float = 10.0
-    """time to spend on each task"""
+    """time to spend on each measurement"""
+    training: bool = False
+    """measure the training of A3C+GACE&GDAN or SAC+GACE&GDAN on the tasks instead of the environments"""
 
 
 def seconds_per_call(function, calls):
@@ -80,11 +97,116 @@ def bench_environment(task, seconds):
     return 1 / statistics.median(limits), 1 / statistics.median(environments), reset
 
 
+def convolution_flops(convs, side, backward):
+    """Of one image through a feature extractor. The gradient of the first layer's input is not needed."""
+    flops = 0
+    for index, conv in enumerate(convs):
+        side = (side + 1) // 2
+        products = 3 if backward and index else 2 if backward else 1
+        flops += 2 * products * side * side * conv.weight.numel()
+    return flops
+
+
+def matrix_product_rate(threads, size=2048):
+    """Floating-point operations a second in one large matrix product."""
+    torch.set_num_threads(threads)
+    matrix = torch.randn(size, size)
+    return 2 * size**3 / min(seconds_per_call(lambda: matrix @ matrix, 1) for _ in range(8))
+
+
+def updates_of(checkpoint):
+    return checkpoint["updates"] if "updates" in checkpoint else checkpoint["counters"]["updates"]
+
+
+def private_megabytes(pid):
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in rollup[1:]}
+    return {"resident": kilobytes["Rss"] / 1024, "private": kilobytes["Anonymous"] / 1024}
+
+
+def children(pid):
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(path.read_text().rsplit(")", 1)[1].split()[1]) == pid:
+                found.append(int(path.parent.name))
+    return found
+
+
+def run_training(script, arguments, folder, seconds):
+    """Trains for some seconds after the warm-up. Returns updates/s, the memory of the largest process, a checkpoint."""
+    command = [sys.executable, str(Path(script).resolve()), *arguments]
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        seen = []
+        while len(seen) < 2 or seen[-1]["seconds"] - seen[0]["seconds"] < seconds:
+            time.sleep(0.5)
+            if process.poll() is not None:
+                raise SystemExit(f"{script} ended by itself: {' '.join(command)}")
+            for path in Path(folder, "runs").glob("*/checkpoint.pt"):
+                checkpoint = torch.load(path)
+                if updates_of(checkpoint) > 20 and (not seen or updates_of(checkpoint) > updates_of(seen[-1])):
+                    seen = [*seen[:1], checkpoint]
+        memory = max(
+            (private_megabytes(pid) for pid in (process.pid, *children(process.pid))), key=lambda m: m["private"]
+        )
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+    finally:
+        process.kill()
+        process.wait()
+    first, last = seen[0], seen[-1]
+    return (updates_of(last) - updates_of(first)) / (last["seconds"] - first["seconds"]), memory, torch.load(path)
+
+
+def bench_training(task, seconds):
+    """Prints updates/s with almost empty and with full storages, beside the limit."""
+    navigation = task in envs.V_TASKS
+    script = "a3c_gace_vizdoom.py" if navigation else "sac_gace_ur5.py"
+    endless = ["--total-updates", "1000000000", "--eval-every", "1000000000", "--checkpoint-every", "3", "--no-cuda"]
+    warmup = ["--warmup", "60"] if navigation else ["--warmup", "1000", "--replay-size", "500000"]
+    with tempfile.TemporaryDirectory(prefix="gace-bench-") as folder:
+        speed, memory, checkpoint = run_training(script, ["--task", task, "--gdan", *warmup, *endless], folder, seconds)
+        (run_folder,) = Path(folder, "runs").iterdir()
+        if navigation:
+            checkpoint["goal_count"] = 100_000
+            os.truncate(run_folder / "goal_states.bin", 100_000 * a3c.GoalStorage.record_bytes)
+        else:
+            checkpoint["counters"] |= {"replay": 500_000, "goals": 500_000, "episode_steps": 0}
+            os.truncate(run_folder / "goal_states.bin", 500_000 * sac.GoalStorage.record_bytes)
+            sac.ReplayBuffer(run_folder, 500_000).steps["usable"] = True
+        torch.save(checkpoint, run_folder / "checkpoint.pt")
+        full_speed, full_memory, checkpoint = run_training(script, ["--resume", str(run_folder)], folder, seconds)
+
+    if navigation:
+        agent, batch = a3c.Agent(a3c.Args(gdan=True)), a3c.Args().goal_batch_size
+        steps = checkpoint["env_steps"] / checkpoint["episodes"].sum().item()
+        convs = agent.feature_extractor.convs
+        flops = (steps + batch) * convolution_flops(convs, 42, True) + steps * convolution_flops(convs, 42, False)
+        engine = steps / bench_environment(task, 5)[0]
+        limit = (os.cpu_count() or 1) / (engine + flops / matrix_product_rate(1))
+    else:
+        settings = sac.Args(gdan=True)
+        convs = sac.Agent(settings, 3).feature_extractor.convs
+        flops = (settings.batch_size + settings.goal_batch_size) * convolution_flops(convs, 84, True)
+        flops += settings.batch_size * convolution_flops(convs, 84, False)
+        limit = matrix_product_rate(os.cpu_count() or 1) / flops
+    memories = [f"{m['private']:.0f} ({m['resident']:.0f})" for m in (memory, full_memory)]
+    cells = [task.upper(), f"{limit:.1f}", f"{speed:.1f}", f"{speed / limit:.0%}", f"{full_speed:.1f}", *memories]
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     unknown = set(args.tasks) - {*envs.V_TASKS, *envs.R_TASKS}
     if unknown:
         raise SystemExit(f"unknown task {min(unknown)!r}; use any of {' '.join([*envs.V_TASKS, *envs.R_TASKS])}")
+    if args.training:
+        print("| task | limit, updates/s | updates/s | share of the limit | storage full | MB (resident) | MB, full |")
+        print("| --- | --- | --- | --- | --- | --- | --- |")
+        for name in args.tasks:
+            bench_training(name, args.seconds)
+        raise SystemExit
     print("| task | limit, steps/s | environment, steps/s | share of the limit | reset / new_episode() |")
     print("| --- | --- | --- | --- | --- |")
     for name in args.tasks:
