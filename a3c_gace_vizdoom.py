@@ -10,7 +10,7 @@ Workers are processes. Each plays a few environments, acting in one batch; for e
 the whole of it and updates the shared parameters without waiting for anybody.
 
 The paper's settings: --learning-rate 7e-5 --max-grad-norm 10 --entropy-coef 0.01 --adam-epsilon 1e-3 --reward-scale 1
-    --value-coef 0.5 --gae-lambda 1
+    --value-coef 0.5 --gae-lambda 1 --learning-rate-warmup 0 --goal-batch-norm
 """
 
 import csv
@@ -74,14 +74,18 @@ class Args:
     """worker processes; by default one per core, at most the paper's 20"""
 
     # What the paper leaves out
+    learning_rate_warmup: int = 1_000
+    """updates over which the learning rate rises (paper: 0; AMSGrad never forgets the gradients of a rough start)"""
     adam_epsilon: float = 1e-4
     """Adam's epsilon (authors: 1e-3)"""
-    value_coef: float = 0.1
-    """coefficient of the value loss, Eq. 5 (paper: 0.5: then its gradient drowns the policy's in what they share)"""
+    value_coef: float = 0.2
+    """coefficient of the value loss, Eq. 5 (paper: 0.5, for rewards ten times as large)"""
     reward_scale: float = 0.1
     """rewards are multiplied by this in the losses (paper: 1)"""
     gae_lambda: float = 0.9
     """lambda of the generalised advantage estimate (authors: 1, which is the advantage of Eq. 3)"""
+    goal_batch_norm: bool = False
+    """normalise goal states as a batch, as the authors do; by default each by itself, as in acting"""
     goal_storage_size: int = 100_000
     """goal states kept, on disk; the oldest go first"""
     freeze_discriminator_at: int | None = None
@@ -127,7 +131,7 @@ class FeatureExtractor(nn.Module):
 
     def forward(self, images, per_frame):
         """The authors' batch normalisation keeps no running statistics. Acting, it sees one frame, and so it normalises
-        `per_frame`; only the batch of goal states is normalised as a batch."""
+        `per_frame`; only the batch of goal states is normalised as a batch (see --goal-batch-norm)."""
         layout = torch.contiguous_format if per_frame else torch.channels_last  # the faster one for each norm
         x = images.float().contiguous(memory_format=layout)
         for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
@@ -220,6 +224,7 @@ class Agent(nn.Module):
         self.feature_extractor = FeatureExtractor()
         self.goal_discriminator = GoalDiscriminator(goals + (args.epsilon_n > 0))
         self.actor_critic = ActorCritic(goals, actions, args.gdan)
+        self.goal_batch_norm = args.goal_batch_norm
         self.vae = VAE() if args.aux == "vae" else None
         # PyTorch's own initialisation shrinks what differs between states in every layer and adds biases that do not
         # differ: in the policy's last hidden layer 2 % is left of the state, here 49 %.
@@ -229,7 +234,7 @@ class Agent(nn.Module):
             elif "norm" not in name and "embedding" not in name:
                 nn.init.zeros_(parameter)
         nn.init.orthogonal_(self.actor_critic.policy[-1].weight, 0.1)
-        nn.init.orthogonal_(self.actor_critic.value[-1].weight, 1)
+        nn.init.orthogonal_(self.actor_critic.value[-1].weight, 0.1)
 
     def query(self, features):
         # The RL loss trains the discriminator's hidden layer through the query, as in the authors' code.
@@ -254,7 +259,7 @@ class Agent(nn.Module):
 
     def classify(self, images):
         """Goal states to the logits of their goals (Eq. 6 and 7)."""
-        return self.goal_discriminator(self.feature_extractor(images, per_frame=False))
+        return self.goal_discriminator(self.feature_extractor(images, per_frame=not self.goal_batch_norm))
 
 
 # -------------------------------------------------------------------------------------------------------- goal storage
@@ -554,6 +559,7 @@ def worker(index, args, run_folder, shared, reports, evaluations):
                     report |= learn(args, agent, gradient, episode, storage, update, device)
                     report["update"] = update
                     parameters.grad = gradient.to("cpu")
+                    adam.param_groups[0]["lr"] = args.learning_rate * min(1, update / max(1, args.learning_rate_warmup))
                     adam.step()
                     if update % args.eval_every == 0 or update == args.total_updates:
                         evaluations.put((update, shared.env_steps.value, shared.parameters.numpy().copy()))

@@ -102,8 +102,9 @@ def test_acting_step_by_step_equals_the_pass_over_the_episode(gdan):
         assert torch.allclose(step_value[0], values[t], atol=1e-5)
 
 
-def test_normalisation_is_per_frame_for_acting_and_per_batch_for_goal_states():
-    extractor = make_agent().feature_extractor
+def test_normalisation_is_per_frame_and_on_demand_per_batch_for_goal_states():
+    agent = make_agent()
+    extractor = agent.feature_extractor
     one, other, another = random_images(3)
     pairs = torch.stack([one, other]), torch.stack([one, another // 4])
     frames = [extractor(pair, per_frame=True)[0] for pair in pairs]
@@ -112,6 +113,10 @@ def test_normalisation_is_per_frame_for_acting_and_per_batch_for_goal_states():
     assert not torch.allclose(batches[0], batches[1], atol=1e-3)
     alone = [extractor(one[None], per_frame=per_frame) for per_frame in (True, False)]
     assert torch.allclose(*alone, atol=1e-5)  # a batch of one frame is a frame
+    as_in_acting = agent.goal_discriminator(extractor(pairs[0], per_frame=True))
+    assert torch.allclose(agent.classify(pairs[0]), as_in_acting, atol=1e-6)
+    agent.goal_batch_norm = True
+    assert not torch.allclose(agent.classify(pairs[0]), as_in_acting, atol=1e-3)
 
 
 # ----------------------------------------------------------------------------------------------- which loss trains what
