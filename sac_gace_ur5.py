@@ -656,7 +656,7 @@ def train(args, run_folder, checkpoint=None):
     if not checkpoint:
         save()
     saved = shown = time.monotonic()
-    window, reports, recent, bar = [], [], deque(maxlen=200), None
+    window, reports, report, recent, bar = [], [], {}, deque(maxlen=200), None
     try:
         while counters["updates"] < args.total_updates and not signals:
             warming_up = counters["env_steps"] < args.warmup or (args.aux == "gace" and not len(storage))
@@ -723,12 +723,14 @@ def train(args, run_folder, checkpoint=None):
                     if bar is not None:
                         bar.close()
                     unit, total = (" steps", args.warmup) if warming_up else (" updates", args.total_updates)
-                    bar = tqdm(total=total, unit=unit, dynamic_ncols=True, initial=0 if warming_up else update - 1)
+                    bar = tqdm(
+                        total=total, unit=unit, dynamic_ncols=True, initial=0 if warming_up else counters["updates"]
+                    )
                 bar.set_description("warm-up" if warming_up else "training", refresh=False)
                 success = np.mean([e["charts/success_ratio"] for e in recent]) if recent else float("nan")
-                accuracy = report.get("charts/discriminator_accuracy", float("nan")) if not warming_up else float("nan")
+                accuracy = report.get("charts/discriminator_accuracy", float("nan"))
                 bar.set_postfix_str(f"success {success:.1%}, discriminator {accuracy:.1%}", refresh=False)
-                bar.update(min(counters["env_steps"], args.warmup) - bar.n if warming_up else update - bar.n)
+                bar.update((min(counters["env_steps"], args.warmup) if warming_up else counters["updates"]) - bar.n)
             if now - saved > args.checkpoint_every:
                 save()
                 saved = now
