@@ -68,7 +68,7 @@ class Args:
     """of Adam with AMSGrad, whose moments the workers share (paper: 7e-5)"""
     max_grad_norm: float = 40.0
     """the gradient is clipped at this norm (paper: 10, for rewards ten times as large: that silences success)"""
-    entropy_coef: float = 0.005
+    entropy_coef: float = 0.007
     """coefficient of the entropy bonus, Eq. 3 (paper: 0.01, for rewards ten times as large)"""
     num_workers: int = field(default_factory=lambda: min(20, os.cpu_count() or 1))
     """worker processes; by default one per core, at most the paper's 20"""
