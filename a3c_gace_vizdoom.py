@@ -131,7 +131,7 @@ class FeatureExtractor(nn.Module):
 
     def forward(self, images, per_frame):
         """The authors' batch normalisation keeps no running statistics. Acting, it sees one frame, and so it normalises
-        `per_frame`; only the batch of goal states is normalised as a batch (see --goal-batch-norm)."""
+        `per_frame`. Goal states they normalise as a batch; here that is --goal-batch-norm."""
         layout = torch.contiguous_format if per_frame else torch.channels_last  # the faster one for each norm
         x = images.float().contiguous(memory_format=layout)
         for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):

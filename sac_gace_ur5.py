@@ -275,9 +275,12 @@ class Agent(nn.Module):
             nn.init.orthogonal_(head[-1].weight, 0.01)
         self.to(memory_format=torch.channels_last)  # twice as fast on a CPU
 
+    def query(self, features):
+        return self.goal_discriminator.query(features) if self.actor.conditioning.gdan else None
+
     def act(self, images, goals, explore):
         features = self.feature_extractor(images)
-        return self.actor(features, self.goal_discriminator.query(features), goals, explore)[0]
+        return self.actor(features, self.query(features), goals, explore)[0]
 
 
 # ----------------------------------------------------------------------------------------------- replay, goal storage
@@ -411,7 +414,7 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
 
     with torch.no_grad():
         next_features = target.feature_extractor(next_images)
-        next_query = target.goal_discriminator.query(next_features)
+        next_query = target.query(next_features)
         next_actions, next_log_probs = target.actor(next_features, next_query, goals)
         next_values = target.critic(next_features, next_query, goals, next_actions).min(0).values
         targets = critic_target(rewards, terminals, next_values, next_log_probs, args.gamma, entropy_coef)
@@ -425,7 +428,7 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
     else:
         features = agent.feature_extractor(images)
     agent.eval()
-    query = agent.goal_discriminator.query(features)
+    query = agent.query(features)
     values = agent.critic(features, query, goals, actions)
     loss = critic = critic_loss(values, targets)
     report = {"losses/critic": critic, "charts/value": values.mean()}
@@ -448,7 +451,8 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
     loss.backward()
     optimizers["critic"].step()
 
-    features, query = features.detach(), query.detach()  # the actor loss trains neither encoder nor discriminator ...
+    features = features.detach()  # the actor loss trains neither encoder nor discriminator ...
+    query = query.detach() if args.gdan else None
     agent.critic.requires_grad_(False)  # ... nor the critic
     new_actions, log_probs = agent.actor(features, query, goals, explore=args.policy == "gaussian")
     actor = actor_loss(agent.critic(features, query, goals, new_actions), log_probs, entropy_coef)
@@ -563,7 +567,7 @@ def check_disk(args, run_folder):
     steps = args.warmup + args.total_updates * args.env_steps_per_update
     needed = min(args.replay_size, int(steps * 1.1)) * SIDE * SIDE * 3
     used = sum(path.stat().st_blocks * 512 for path in run_folder.glob("*.bin"))
-    free = shutil.disk_usage(run_folder).free
+    free = shutil.disk_usage(run_folder if run_folder.exists() else ".").free
     if needed > free + used:
         raise SystemExit(
             f"the replay buffer needs {needed / 1e9:.1f} GB in {run_folder}, which has {free / 1e9:.1f} GB free: "
@@ -807,12 +811,12 @@ def main():
         checkpoint, args, _ = load_checkpoint(run_folder / "checkpoint.pt")
     else:
         run_folder = Path("runs", f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}")
+    check_disk(args, run_folder)
     try:
         run_folder.mkdir(parents=True, exist_ok=bool(checkpoint))
         (run_folder / "goal_states.bin").touch()
     except OSError as error:
         raise SystemExit(f"cannot write into the run folder {run_folder}: {error.strerror}") from None
-    check_disk(args, run_folder)
     if args.track:
         try:
             import wandb

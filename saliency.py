@@ -184,7 +184,7 @@ class UR5Agent:
         def network(images):
             goals = goal.expand(len(images))
             features = self.agent.feature_extractor(images.contiguous(memory_format=torch.channels_last))
-            query = self.agent.goal_discriminator.query(features)
+            query = self.agent.query(features)
             actions, _ = self.agent.actor(features, query, goals, explore=False)
             values = self.agent.critic(features, query, goals, action.expand(len(images), -1))
             return actions, values.min(0).values

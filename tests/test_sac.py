@@ -347,3 +347,4 @@ def test_bad_input_is_answered_in_a_line_or_two(tmp_path):
         run = start(tmp_path, *arguments)
         assert run.wait() != 0 and expected in run.output, run.output
         assert len(run.output.strip().splitlines()) <= 2, run.output
+    assert not (tmp_path / "runs").exists()
