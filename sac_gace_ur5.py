@@ -13,6 +13,7 @@ import copy
 import csv
 import ctypes
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -293,12 +294,17 @@ class ReplayBuffer:
     step = np.dtype([("action", "f4", 6), ("reward", "f4"), ("goal", "u1"), ("terminal", "?"), ("usable", "?")])
 
     def __init__(self, folder, capacity, count=0):
-        def open_file(name, dtype, shape):
-            path = folder / name
-            return np.memmap(path, dtype, "r+" if path.exists() else "w+", shape=shape)
+        def open_file(name, dtype, *shape):
+            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            with open(folder / name, "a+b") as file:
+                file.truncate(size)
+                memory = mmap.mmap(file.fileno(), size)
+            if hasattr(memory, "madvise"):  # not to read megabytes of neighbours with every frame
+                memory.madvise(mmap.MADV_RANDOM)
+            return memory, np.frombuffer(memory, dtype).reshape(shape)
 
-        self.frames = open_file("replay_frames.bin", np.uint8, (capacity, SIDE, SIDE, 3))
-        self.steps = open_file("replay_steps.bin", self.step, (capacity,))
+        self.memory, self.frames = open_file("replay_frames.bin", np.uint8, capacity, SIDE, SIDE, 3)
+        _, self.steps = open_file("replay_steps.bin", self.step, capacity)
         self.capacity = capacity
         self.count = count  # how many frames were ever added
 
@@ -314,6 +320,10 @@ class ReplayBuffer:
             drawn = rng.integers(max(0, self.count - self.capacity), self.count - 1, 2 * batch_size) % self.capacity
             slots = np.concatenate([slots, drawn[self.steps["usable"][drawn]]])
         slots = slots[:batch_size]
+        if hasattr(self.memory, "madvise"):  # has the disk look for all of them at once
+            frame = self.frames[0].nbytes
+            for start in (slots * frame // mmap.PAGESIZE * mmap.PAGESIZE).tolist():
+                self.memory.madvise(mmap.MADV_WILLNEED, start, min(3 * frame, len(self.memory) - start))
         images, next_images = (
             torch.from_numpy(np.asarray(self.frames[chosen])).permute(0, 3, 1, 2)  # channels last, as stored
             for chosen in (slots, (slots + 1) % self.capacity)

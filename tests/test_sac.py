@@ -215,14 +215,15 @@ def test_storage_costs_the_same_with_much_as_with_little(tmp_path):
         (tmp_path / str(stored)).mkdir()
         replay = sac.ReplayBuffer(tmp_path / str(stored), 500_000, stored)
         replay.steps["usable"][:stored] = True
-        times = []
-        for _ in range(12):
+        rng, times = np.random.default_rng(0), []
+        for _ in range(20):
             start = time.perf_counter()
-            replay.sample(128, np.random.default_rng(0))  # the same records: read from memory, not from disk
+            replay.sample(128, rng)  # mostly records never read before, unlike those of the small storage
             times.append(time.perf_counter() - start)
         return np.median(times)
 
-    assert sample_seconds(500_000) < 3 * sample_seconds(10_000) + 1e-3
+    # Where the system reads far ahead of every fault, it was 2 s before the storage advised against it.
+    assert sample_seconds(500_000) < 3 * sample_seconds(10_000) + 0.05
 
 
 def test_goal_storage_is_bounded_and_keeps_states_and_labels(tmp_path):
