@@ -68,7 +68,7 @@ class Args:
     """of Adam with AMSGrad, whose moments the workers share (paper: 7e-5)"""
     max_grad_norm: float = 40.0
     """the gradient is clipped at this norm (paper: 10, for rewards ten times as large: that silences success)"""
-    entropy_coef: float = 0.007
+    entropy_coef: float = 0.005
     """coefficient of the entropy bonus, Eq. 3 (paper: 0.01, for rewards ten times as large)"""
     num_workers: int = field(default_factory=lambda: min(20, os.cpu_count() or 1))
     """worker processes; by default one per core, at most the paper's 20"""
@@ -101,7 +101,7 @@ class Args:
     checkpoint_every: float = 60.0
     """seconds between two checkpoints"""
     resume: Path | None = None
-    """go on with the run in this folder, with its own arguments"""
+    """go on with the run in this folder, with its own arguments but for those given now, such as --total-updates"""
     evaluate: Path | None = None
     """evaluate this checkpoint instead of training"""
     split: Literal["seen", "unseen"] | None = None
@@ -433,6 +433,14 @@ class Episode:
         return self.images[-2]
 
 
+def store_goal_state(args, storage, episode):
+    """Auto-labelling: the instruction names the goal that was reached. Of the episodes that reached nothing, some."""
+    if episode.info["is_success"]:
+        storage.add(episode.goal_state, episode.goal)
+    elif episode.info["reached"] < 0 and episode.rng.random() < args.epsilon_n:
+        storage.add(episode.images[-1], len(envs.ITEMS))
+
+
 def act(agent, episodes, memory, device, greedy=False):
     """Actions for all environments of a worker in one batch. `memory` is the LSTM's state, (2, envs, 256)."""
     images = torch.from_numpy(np.stack([episode.image for episode in episodes])).to(device)
@@ -495,6 +503,12 @@ def keep_freed_memory():
         libc.mallopt(M_MMAP_THRESHOLD, 2**29)
 
 
+def ignore_signals():
+    """Ctrl-C in a terminal, or a batch system's SIGTERM, reaches every process of the run: the main one decides."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def leave_if_orphaned(main_process):
     """Once the main process is gone, nobody reads the reports, and a normal exit would wait for that for ever."""
     if os.getppid() != main_process:
@@ -503,7 +517,7 @@ def leave_if_orphaned(main_process):
 
 def worker(index, args, run_folder, shared, reports, evaluations):
     """Plays and learns until the updates are done; reports every episode, and a failure as its traceback."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal: the main one decides
+    ignore_signals()
     main_process = os.getppid()
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -544,11 +558,8 @@ def worker(index, args, run_folder, shared, reports, evaluations):
                 report = {"length": len(episode.rewards), "return": sum(episode.rewards), **episode.info}
                 # The authors do not train on episodes of one step, nor store their goal states.
                 usable = len(episode.rewards) > 1 and not episode.info.get("engine_died", False)
-                if args.aux == "gace" and usable:  # auto-labelling: the instruction names the goal that was reached
-                    if episode.info["is_success"]:
-                        storage.add(episode.goal_state, episode.goal)
-                    elif episode.info["reached"] < 0 and episode.rng.random() < args.epsilon_n:
-                        storage.add(episode.images[-1], len(envs.ITEMS))
+                if args.aux == "gace" and usable:
+                    store_goal_state(args, storage, episode)
                 if usable and not warming_up:
                     with shared.updates.get_lock():
                         if shared.updates.value >= args.total_updates:
@@ -562,7 +573,7 @@ def worker(index, args, run_folder, shared, reports, evaluations):
                     adam.param_groups[0]["lr"] = args.learning_rate * min(1, update / max(1, args.learning_rate_warmup))
                     adam.step()
                     if update % args.eval_every == 0 or update == args.total_updates:
-                        evaluations.put((update, shared.env_steps.value, shared.parameters.numpy().copy()))
+                        evaluations.put(evaluation_job(shared, update, splits_of(args.task)))
                 with shared.env_steps.get_lock():
                     shared.env_steps.value += len(episode.rewards)
                 reports.put(report)
@@ -628,9 +639,14 @@ def evaluate(args, agent, split, device="cpu", goal=None, keep_going=lambda: Tru
     }
 
 
+def evaluation_job(shared, update, splits):
+    """What the evaluator needs: copying the parameters is all that a worker stops for."""
+    return update, shared.env_steps.value, shared.parameters.numpy().copy(), splits
+
+
 def evaluator(args, shared, reports, evaluations):
     """Evaluates copies of the parameters while the workers go on."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_signals()
     main_process = os.getppid()
     torch.set_num_threads(1)
     try:
@@ -647,9 +663,9 @@ def evaluator(args, shared, reports, evaluations):
                 continue
             if job is None:
                 break
-            update, env_steps, parameters = job
+            update, env_steps, parameters, splits = job
             local.copy_(torch.from_numpy(parameters))
-            for split in splits_of(args.task):
+            for split in splits:
                 result = evaluate(args, agent, split, keep_going=keep_going)
                 if result:
                     reports.put({"evaluation": {"update": update, "env_steps": env_steps, **result}})
@@ -668,7 +684,8 @@ def splits_of(task):
 
 
 def algorithm(args):
-    return "a3c" + ("" if args.aux == "none" else f"+{args.aux}") + ("+gdan" if args.gdan else "")
+    name = "a3c" + ("" if args.aux == "none" else f"+{args.aux}") + ("+gdan" if args.gdan else "")
+    return name + ("" if args.freeze_discriminator_at is None else "+frozen")  # the ablation is not the method
 
 
 def save_atomically(path, content):
@@ -717,7 +734,7 @@ def train(args, run_folder, checkpoint=None):
     if checkpoint:
         shared.load(checkpoint)
         seconds_before = checkpoint["seconds"]
-    metrics_path = run_folder / "metrics.csv"
+    metrics_path, splits = run_folder / "metrics.csv", splits_of(args.task)
     rows = []
     if metrics_path.exists():  # rows after the checkpoint belong to updates that were lost
         with open(metrics_path) as file:
@@ -730,9 +747,13 @@ def train(args, run_folder, checkpoint=None):
     )
 
     reports, evaluations = context.Queue(), context.Queue()
-    last = max((int(row["update"]) for row in rows), default=0)
-    if shared.updates.value // args.eval_every > last // args.eval_every:  # one was lost to an interruption
-        evaluations.put((shared.updates.value, shared.env_steps.value, shared.parameters.numpy().copy()))
+    updates = shared.updates.value
+    last = {split: max((int(r["update"]) for r in rows if r["split"] == split), default=0) for split in splits}
+    lost = [s for s in splits if updates // args.eval_every > last[s] // args.eval_every]
+    if updates == args.total_updates:
+        lost = [s for s in splits if last[s] < updates]
+    if lost:  # to an interruption
+        evaluations.put(evaluation_job(shared, updates, lost))
     workers = [
         context.Process(target=worker, args=(index, args, run_folder, shared, reports, evaluations), daemon=True)
         for index in range(args.num_workers)
@@ -748,6 +769,11 @@ def train(args, run_folder, checkpoint=None):
     saved = shown = started
     window, recent, error, finished = [], deque(maxlen=500), None, False
     bar = None
+
+    def log(window):
+        for name, number in summarise(window).items():
+            writer.add_scalar(name, number, shared.updates.value)
+        window.clear()
 
     def save():
         seconds = seconds_before + time.monotonic() - started
@@ -769,7 +795,7 @@ def train(args, run_folder, checkpoint=None):
             killed = [process for process in (*workers, evaluating) if process.exitcode not in (None, 0)]
             if "error" in report:
                 error = report["error"]
-            elif killed:
+            elif killed and not signals:
                 error = f"{killed[0].name} was killed (exit code {killed[0].exitcode})"
             elif "evaluation" in report:
                 row = report["evaluation"]
@@ -783,10 +809,7 @@ def train(args, run_folder, checkpoint=None):
                 window.append(report)
                 recent.append(report)
             if len(window) == 1000:
-                updates = shared.updates.value
-                for name, number in summarise(window).items():
-                    writer.add_scalar(name, number, updates)
-                window.clear()
+                log(window)
 
             now = time.monotonic()
             if now - shown > 0.5 and recent:
@@ -818,6 +841,8 @@ def train(args, run_folder, checkpoint=None):
             save()
         if bar is not None:
             bar.close()
+        if window:
+            log(window)
         writer.close()
     if error:
         raise SystemExit(error)
@@ -831,7 +856,7 @@ def describe(row):
 
 
 def evaluate_checkpoint(args):
-    """`--evaluate`: prints the results of a checkpoint and, with `--capture-video`, writes a video of five episodes."""
+    """`--evaluate`: prints the results of a checkpoint; with `--capture-video`, writes a video of three episodes."""
     checkpoint, trained = load_checkpoint(args.evaluate)
     splits = splits_of(trained.task)
     if args.split and args.split not in splits:
@@ -861,37 +886,51 @@ def write_video(args, agent, split, device, goal, path):
         ImageDraw.Draw(frame).text((12, 8), caption, fill="white", font_size=22, stroke_width=2, stroke_fill="black")
         frames.append(frame)
 
-    args = replace(args, episodes=5)
+    args = replace(args, episodes=3)
     evaluate(args, agent, split, device, goal, num_envs=1, on_step=film)
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=120, loop=0)
 
 
+AT_LEAST_1 = "warmup goal_batch_size goal_storage_size num_workers envs_per_worker episodes eval_every".split()
+FIXED = "task gdan aux seed epsilon_n goal_storage_size".split()
+
+
 def main():
     args = tyro.cli(Args, description=__doc__)
+    checkpoint, run_folder = None, args.resume
+    if run_folder:  # with the run's own arguments, but for those given now
+        checkpoint, own = load_checkpoint(run_folder / "checkpoint.pt")
+        args = tyro.cli(Args, description=__doc__, default=own)
+        for name in FIXED:
+            if getattr(args, name) != getattr(own, name):
+                raise SystemExit(f"a resumed run keeps its --{name.replace('_', '-')}: {getattr(own, name)}")
     if args.gdan and args.aux != "gace":
         raise SystemExit(f"--gdan needs the goal-discriminator, which --aux {args.aux} does not train: use --aux gace")
-    if args.num_workers < 1 or args.envs_per_worker < 1 or args.episodes < 1 or args.eval_every < 1:
-        raise SystemExit("--num-workers, --envs-per-worker, --episodes and --eval-every must be at least 1")
+    for name in AT_LEAST_1:
+        if getattr(args, name) < 1:
+            raise SystemExit(f"--{name.replace('_', '-')} must be at least 1")
+    if args.aux == "gace" and args.goal_storage_size < args.warmup:
+        raise SystemExit(f"the warm-up collects {args.warmup} goal states: use a --goal-storage-size of at least that")
     if args.cuda and not torch.cuda.is_available():
         raise SystemExit("--cuda: PyTorch sees no GPU here; use --no-cuda")
+    if args.track:
+        try:
+            import wandb
+        except ImportError:
+            raise SystemExit("--track needs Weights and Biases: pip install wandb") from None
     if args.evaluate:
         return evaluate_checkpoint(args)
 
-    checkpoint, run_folder = None, args.resume
-    if run_folder:
-        checkpoint, args = load_checkpoint(run_folder / "checkpoint.pt")
-    else:
+    if not checkpoint:
         run_folder = Path("runs", f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}")
     try:
         run_folder.mkdir(parents=True, exist_ok=bool(checkpoint))
         (run_folder / "goal_states.bin").touch()
     except OSError as error:
         raise SystemExit(f"cannot write into the run folder {run_folder}: {error.strerror}") from None
+    if checkpoint and checkpoint["goal_count"] and not (run_folder / "goal_states.bin").stat().st_size:
+        raise SystemExit(f"{run_folder} has lost its goal_states.bin, without which the run cannot go on")
     if args.track:
-        try:
-            import wandb
-        except ImportError:
-            raise SystemExit("--track needs Weights and Biases: pip install wandb") from None
         wandb.init(
             project="gace",
             name=run_folder.name,

@@ -43,7 +43,11 @@ NAMES = {  # in the paper's order, with the colours of its figures
     "sac+gace": ("SAC+GACE", "tab:orange"),
     "sac+gace+gdan": ("SAC+GACE&GDAN", "tab:red"),
 }
-V_ALGORITHMS, R_ALGORITHMS = list(NAMES)[:5], list(NAMES)[5:]
+
+
+def algorithms_of(task):
+    return [name for name in NAMES if name.startswith("a3c" if task[0] == "v" else "sac")]
+
 
 # The paper's success ratios, in percent: mean and standard deviation over five seeds, in the order of NAMES.
 PAPER_RATIOS = {
@@ -63,6 +67,21 @@ PAPER_UPDATES = {
     "v1": (56.55, (2_000_000, 810_086, 703_574, 163_602, 110_930)),
     "r1": (63.1, (314_797, 230_339, 142_480, 53_774, 63_140)),
 }
+
+
+def base_of(algorithm):
+    """The method of which this is a variant: a3c+gace of a3c+gace+frozen. None if there is none."""
+    return max((name for name in NAMES if f"{algorithm}+".startswith(f"{name}+")), key=len, default=None)
+
+
+def title_of(algorithm):
+    base = base_of(algorithm)
+    return NAMES[base][0] + algorithm[len(base) :].replace("+", ", ")
+
+
+def in_order(names):
+    """The methods in the paper's order, each followed by its variants."""
+    return sorted(names, key=lambda name: (list(NAMES).index(base_of(name)), name))
 
 
 def srr(updates, reference_updates):
@@ -114,8 +133,11 @@ def read_all(paths):
     for path in find_files(paths):
         name = path.parent.name if path.name == "metrics.csv" else path.stem
         parts = name.split("__")
-        if len(parts) not in (3, 4) or parts[1] not in NAMES:
+        if len(parts) not in (3, 4):
             skipped.append(f"{path}: its name is not task__algorithm__seed")
+            continue
+        if (parts[0], "seen") not in PAPER_RATIOS or base_of(parts[1]) not in algorithms_of(parts[0]):
+            skipped.append(f"{path}: {parts[0]} with {parts[1]} is no task with an algorithm of ours")
             continue
         try:
             run = read(path)
@@ -165,15 +187,15 @@ def draw(runs, column, ylabel, path):
     """One curve an algorithm, with a shade of one standard deviation where there are several seeds."""
     figure, axes = plt.subplots(figsize=(5, 3.6), layout="constrained")
     drawn = False
-    for algorithm in [name for name in NAMES if name in runs]:
-        label, colour = NAMES[algorithm]
-        seeds = runs[algorithm]
+    for algorithm in in_order(runs):
+        seeds, label, colour = runs[algorithm], title_of(algorithm), NAMES[base_of(algorithm)][1]
         updates, mean, deviation = over_seeds(seeds, column)
         if not len(updates):
             continue
         drawn = True
         count = f"{len(seeds)} seeds" if len(seeds) > 1 else "1 seed"
-        axes.plot(updates, mean, color=colour, label=f"{label} ({count})", marker="." if len(updates) < 30 else None)
+        marker, line = "." if len(updates) < 30 else None, "-" if algorithm in NAMES else "--"
+        axes.plot(updates, mean, line, color=colour, label=f"{label} ({count})", marker=marker)
         axes.fill_between(updates, mean - deviation, mean + deviation, color=colour, alpha=0.2, linewidth=0)
     if drawn:
         axes.set(xlabel="updates", ylabel=ylabel, ylim=(0, 100), xlim=(0, None))
@@ -194,7 +216,8 @@ def table(header, rows):
 def ratio_table(runs, paper, algorithms):
     """The last evaluation of every seed, beside the paper's figure."""
     rows = []
-    for algorithm, (mean, deviation) in zip(algorithms, paper, strict=True):
+    figures = {name: f"{mean} ± {deviation}" for name, (mean, deviation) in zip(algorithms, paper, strict=True)}
+    for algorithm in in_order({*algorithms, *runs}):
         ours, best, seeds, updates = "-", "-", "-", "-"
         if algorithm in runs:
             last = [columns[1, -1] for columns in runs[algorithm].values()]
@@ -203,7 +226,7 @@ def ratio_table(runs, paper, algorithms):
             seeds = str(len(last))
             lengths = sorted({int(columns[0, -1]) for columns in runs[algorithm].values()})
             updates = f"{lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "")
-        rows.append([NAMES[algorithm][0], ours, best, seeds, updates, f"{mean} ± {deviation}"])
+        rows.append([title_of(algorithm), ours, best, seeds, updates, figures.get(algorithm, "-")])
     return table(["algorithm", "last evaluation, %", "best, %", "seeds", "updates", "paper, % (5 seeds)"], rows)
 
 
@@ -223,17 +246,18 @@ def efficiency_table(args, task, runs, algorithms):
     needed = {name: first_reached(*curve, ratio) for name, curve in curves.items()}
     reference_updates, paper_reference = needed.get(reference), paper_updates[algorithms.index(reference)]
     rows = []
-    for algorithm, paper in zip(algorithms, paper_updates, strict=True):
+    for algorithm in in_order({*algorithms, *runs}):
+        paper = dict(zip(algorithms, paper_updates, strict=True)).get(algorithm)
         ours = [""] * 3
         if algorithm in curves:
             count = needed[algorithm]
             ours[0] = f"{count:,.0f}" if count is not None else f"not reached in {curves[algorithm][0][-1]:,.0f}"
             if count is not None and reference_updates is not None:
                 ours[1:] = [f"{srr(count, reference_updates):.2f}", f"{sei(count, reference_updates):.2f}"]
-        theirs = (
-            [f"{paper:,}", f"{srr(paper, paper_reference):.2f}", f"{sei(paper, paper_reference):.2f}"] if paper else []
-        )
-        rows.append([NAMES[algorithm][0], *(cell or "-" for cell in ours), *theirs])
+        theirs = ["-"] * 3 if paper_reference else []
+        if paper:
+            theirs = [f"{paper:,}", f"{srr(paper, paper_reference):.2f}", f"{sei(paper, paper_reference):.2f}"]
+        rows.append([title_of(algorithm), *(cell or "-" for cell in ours), *theirs])
     header = ["algorithm", "updates", "SRR, %", "SEI, %"]
     if paper_reference:
         header += [f"paper: updates to {paper_ratio} %", "paper: SRR, %", "paper: SEI, %"]
@@ -258,7 +282,7 @@ def main():
         if (task, split) not in runs:
             continue
         here = runs[task, split]
-        algorithms = V_ALGORITHMS if task[0] == "v" else R_ALGORITHMS
+        algorithms = algorithms_of(task)
         two_splits = (task, "unseen") in PAPER_RATIOS
         title = f"{task.upper()} {split}" if two_splits else task.upper()
         name = f"{task}_{split}" if two_splits else task

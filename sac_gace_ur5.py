@@ -52,7 +52,7 @@ class Args:
 
     # The paper's table of hyperparameters
     warmup: int = 10_000
-    """environment steps with a random policy before the first update"""
+    """goal states, of which most are negative, to collect with a random policy before the first update"""
     epsilon_n: float = 0.05
     """probability to store the last state of an episode that reached nothing, as a class of its own (warm-up: 1)"""
     tau: float = 0.005
@@ -80,11 +80,13 @@ class Args:
 
     # What the paper leaves out
     policy: Literal["deterministic", "gaussian"] = "deterministic"
-    """deterministic: tanh(mean) with clipped Gaussian noise, no entropy term (the paper's); gaussian: the usual SAC"""
+    """deterministic: tanh(mean) with clipped Gaussian noise, no entropy term (the paper's); gaussian: with both"""
     exploration_noise: float = 0.1
     """standard deviation of the deterministic policy's noise"""
-    env_steps_per_update: int = 4
-    """environment steps between two updates"""
+    action_penalty: float = 1e-4
+    """weight of the squared action before the tanh in the actor's loss; without it actions stick to their limits"""
+    env_steps_per_update: int = 16
+    """environment steps between two updates; what there is to learn from is rare, and steps are cheap"""
     concat_query: bool = False
     """ablation: the actor-critic concatenates the query of GDAN instead of attending with it (needs --gdan)"""
     fixed_goal: str | None = None
@@ -98,7 +100,7 @@ class Args:
     checkpoint_every: float = 60.0
     """seconds between two checkpoints"""
     resume: Path | None = None
-    """go on with the run in this folder, with its own arguments"""
+    """go on with the run in this folder, with its own arguments but for those given now, such as --total-updates"""
     evaluate: Path | None = None
     """evaluate this checkpoint instead of training"""
     split: Literal["seen", "unseen"] | None = None
@@ -201,27 +203,23 @@ class Actor(nn.Module):
     def __init__(self, args, goals, actions):
         super().__init__()
         self.conditioning = GoalConditioning(args, goals)
-        self.gaussian = args.policy == "gaussian"
+        self.gaussian, self.actions = args.policy == "gaussian", actions
         self.noise = args.exploration_noise
         self.head = mlp(self.conditioning.out_features, args.hidden_size, actions * (2 if self.gaussian else 1))
 
     def forward(self, features, query, goals, explore=True):
-        """Actions (batch, 6) and their log-probabilities (batch,), which are 0 for the deterministic policy."""
-        output = self.head(self.conditioning(features, query, goals))
-        if not self.gaussian:
-            actions = torch.tanh(output)
-            if explore:
-                noise = (self.noise * torch.randn_like(actions)).clamp(-2.5 * self.noise, 2.5 * self.noise)
-                actions = (actions + noise).clamp(-1, 1)
-            return actions, torch.zeros_like(actions[:, 0])
-        mean, log_std = output.chunk(2, -1)
-        log_std = log_std.clamp(-10, 2)
+        """Actions (batch, 6), their log-probabilities (batch,), which are 0 for the deterministic policy, and the mean
+        before the tanh (batch, 6)."""
+        mean, *log_std = self.head(self.conditioning(features, query, goals)).split(self.actions, -1)
         if not explore:
-            return torch.tanh(mean), torch.zeros_like(mean[:, 0])
-        normal = torch.distributions.Normal(mean, log_std.exp())
+            return torch.tanh(mean), torch.zeros_like(mean[:, 0]), mean
+        if not self.gaussian:
+            noise = (self.noise * torch.randn_like(mean)).clamp(-2.5 * self.noise, 2.5 * self.noise)
+            return (torch.tanh(mean) + noise).clamp(-1, 1), torch.zeros_like(mean[:, 0]), mean
+        normal = torch.distributions.Normal(mean, log_std[0].clamp(-10, 2).exp())
         before_tanh = normal.rsample()
         log_probs = normal.log_prob(before_tanh) - 2 * (np.log(2) - before_tanh - F.softplus(-2 * before_tanh))
-        return torch.tanh(before_tanh), log_probs.sum(-1)
+        return torch.tanh(before_tanh), log_probs.sum(-1), mean
 
 
 class Critic(nn.Module):
@@ -377,9 +375,11 @@ def critic_loss(values, targets):
     return (values - targets).square().mean(-1).sum()
 
 
-def actor_loss(values, log_probs, entropy_coef):
-    """The policy takes what the more pessimistic Q-function likes best; only the gaussian one has an entropy term."""
-    return (entropy_coef * log_probs - values.min(0).values).mean()
+def actor_loss(values, log_probs, means, entropy_coef, action_penalty):
+    """The policy takes what the more pessimistic Q-function likes best; only the gaussian one has an entropy term. The
+    penalty on the means before the tanh is that of the first SAC: without it, what the Q-functions say before they know
+    anything drives every action to its limit, the same in every state, and the arm explores no more."""
+    return (entropy_coef * log_probs - values.min(0).values + action_penalty * means.square().sum(-1)).mean()
 
 
 def gace_loss(goal_logits, goal_labels):
@@ -425,7 +425,8 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
     with torch.no_grad():
         next_features = target.feature_extractor(next_images)
         next_query = target.query(next_features)
-        next_actions, next_log_probs = target.actor(next_features, next_query, goals)
+        # The target has an actor of its own, which knows the target's features: no second pass of the encoder.
+        next_actions, next_log_probs, _ = target.actor(next_features, next_query, goals)
         next_values = target.critic(next_features, next_query, goals, next_actions).min(0).values
         targets = critic_target(rewards, terminals, next_values, next_log_probs, args.gamma, entropy_coef)
 
@@ -455,8 +456,7 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
             keys = target.feature_extractor(other_images)
         report["losses/curl"] = auxiliary = curl_loss(features, keys, agent.contrast)
         loss = loss + args.eta * auxiliary
-    if not torch.isfinite(loss):
-        raise FloatingPointError(f"the loss is not finite: {loss.item()}")
+    check_finite(loss)
     optimizers["critic"].zero_grad()
     loss.backward()
     optimizers["critic"].step()
@@ -464,14 +464,21 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
     features = features.detach()  # the actor loss trains neither encoder nor discriminator ...
     query = query.detach() if args.gdan else None
     agent.critic.requires_grad_(False)  # ... nor the critic
-    new_actions, log_probs = agent.actor(features, query, goals, explore=args.policy == "gaussian")
-    actor = actor_loss(agent.critic(features, query, goals, new_actions), log_probs, entropy_coef)
+    new_actions, log_probs, means = agent.actor(features, query, goals, explore=args.policy == "gaussian")
+    new_values = agent.critic(features, query, goals, new_actions)
+    actor = actor_loss(new_values, log_probs, means, entropy_coef, args.action_penalty)
+    check_finite(actor)
     optimizers["actor"].zero_grad()
     actor.backward()
     optimizers["actor"].step()
     agent.critic.requires_grad_(True)
     report |= {"losses/actor": actor, "charts/action_size": new_actions.abs().mean()}
     return {name: float(number.detach()) for name, number in report.items()}
+
+
+def check_finite(loss):
+    if not torch.isfinite(loss):
+        raise FloatingPointError(f"the loss is not finite: {loss.item()}")
 
 
 @torch.no_grad()
@@ -548,7 +555,10 @@ def goals_of(task):
 
 
 def algorithm(args):
-    return "sac" + ("" if args.aux == "none" else f"+{args.aux}") + ("+gdan" if args.gdan else "")
+    name = "sac" + ("" if args.aux == "none" else f"+{args.aux}") + ("+gdan" if args.gdan else "")
+    for variant in (args.concat_query and "concat", args.fixed_goal, args.policy == "gaussian" and "gaussian"):
+        name += f"+{variant}" if variant else ""  # an ablation is not the method
+    return name
 
 
 def save_atomically(path, content):
@@ -574,14 +584,18 @@ def load_checkpoint(path):
 
 
 def check_disk(args, run_folder):
-    steps = args.warmup + args.total_updates * args.env_steps_per_update
-    needed = min(args.replay_size, int(steps * 1.1)) * SIDE * SIDE * 3
-    used = sum(path.stat().st_blocks * 512 for path in run_folder.glob("*.bin"))
-    free = shutil.disk_usage(run_folder if run_folder.exists() else ".").free
-    if needed > free + used:
+    """Says at the start that the disk is too small: when it is full, writing to a memory-mapped file kills."""
+    frame = SIDE * SIDE * 3
+    steps = 1.2 * args.warmup * envs.UR5Env.max_steps + args.total_updates * args.env_steps_per_update
+    episodes = args.warmup + steps / 10  # an agent that succeeds needs ten steps or more
+    goals = min(args.goal_storage_size, episodes) * frame if args.aux == "gace" else 0
+    needed = min(args.replay_size, steps * 1.1) * frame + goals
+    there = next(path for path in (run_folder, *run_folder.parents) if path.exists())
+    room = shutil.disk_usage(there).free + sum(path.stat().st_blocks * 512 for path in run_folder.glob("*.bin"))
+    if needed > room:
         raise SystemExit(
-            f"the replay buffer needs {needed / 1e9:.1f} GB in {run_folder}, which has {free / 1e9:.1f} GB free: "
-            f"use a --replay-size of at most {int((free + used) * 0.9 / (SIDE * SIDE * 3))}"
+            f"replay buffer and goal storage need {needed / 1e9:.1f} GB in {run_folder}, where there is room for "
+            f"{room / 1e9:.1f} GB: use a --replay-size of at most {max(0, int((room - goals) * 0.9 / frame))}"
         )
 
 
@@ -611,7 +625,7 @@ def train(args, run_folder, checkpoint=None):
         "critic": torch.optim.Adam(groups if decoder_parameters else rest, args.learning_rate, fused=True),
         "actor": torch.optim.Adam(actor_parameters, args.learning_rate, fused=True),
     }
-    counters = {"updates": 0, "env_steps": 0, "episodes": 0, "episode_steps": 0, "replay": 0, "goals": 0}
+    counters = dict.fromkeys("updates env_steps episodes episode_steps replay goals warmup".split(), 0)
     seconds_before = 0.0
     if checkpoint:
         counters |= checkpoint["counters"]
@@ -656,6 +670,27 @@ def train(args, run_folder, checkpoint=None):
         }
         save_atomically(run_folder / "checkpoint.pt", content)
 
+    evaluated = {(int(row["update"]), row["split"]) for row in rows}
+
+    def evaluate_if_due():
+        update = counters["updates"]
+        if update == 0 or (update % args.eval_every and update != args.total_updates):
+            return
+        for split in splits_of(args.task):
+            if (update, split) in evaluated:
+                continue
+            row = evaluate(args, agent, split, device, keep_going=lambda: not signals)
+            if row is None:  # interrupted: the resumed run makes up for it
+                return
+            evaluated.add((update, split))
+            seconds = round(seconds_before + time.monotonic() - started, 1)
+            row |= {"update": update, "env_steps": counters["env_steps"], "seconds": seconds}
+            with open(metrics_path, "a", newline="") as file:
+                csv.writer(file).writerow([row[name] for name in METRICS])
+            for name in METRICS[4:]:
+                writer.add_scalar(f"evaluation/{split}_{name}", row[name], update)
+            tqdm.write(describe(row), file=sys.stdout)
+
     env = gym.make(f"gace/{args.task.upper()}-v0")
     options = {"goal": args.fixed_goal} if args.fixed_goal else None
 
@@ -672,8 +707,10 @@ def train(args, run_folder, checkpoint=None):
     saved = shown = time.monotonic()
     window, reports, report, recent, bar = [], [], {}, deque(maxlen=200), None
     try:
+        evaluate_if_due()
         while counters["updates"] < args.total_updates and not signals:
-            warming_up = counters["env_steps"] < args.warmup or (args.aux == "gace" and not len(storage))
+            # All algorithms warm up for as long as GACE takes to fill its storage, to be compared update by update.
+            warming_up = counters["warmup"] < max(1, args.warmup)
             if warming_up:
                 action = rng.uniform(-1, 1, 6).astype(np.float32)
             else:
@@ -686,17 +723,20 @@ def train(args, run_folder, checkpoint=None):
 
             if terminated or truncated:
                 replay.add(observation["image"], usable=False)
-                if args.aux == "gace":  # auto-labelling: the instruction names the goal that was reached
-                    if info["is_success"]:
-                        storage.add(observation["image"], int(observation["goal"]))
-                    elif truncated and (warming_up or rng.random() < args.epsilon_n):
-                        storage.add(observation["image"], len(goals_of(args.task)))
+                label = int(observation["goal"])  # auto-labelling: the instruction names the goal that was reached
+                if not info["is_success"]:
+                    label = len(goals_of(args.task))  # the negative class: nothing was reached
+                if info["is_success"] or (truncated and (warming_up or rng.random() < args.epsilon_n)):
+                    counters["warmup"] += warming_up
+                    if args.aux == "gace":
+                        storage.add(observation["image"], label)
                 episode = {
                     "charts/success_ratio": info["is_success"],
                     "charts/nongoal_ratio": info["reached"] >= 0 and not info["is_success"],
                     "charts/episode_length": counters["episode_steps"],
                 }
-                window.append(episode)
+                if not warming_up:
+                    window.append(episode)
                 recent.append(episode)
                 counters["episodes"] += 1
                 counters["episode_steps"] = 0
@@ -717,26 +757,15 @@ def train(args, run_folder, checkpoint=None):
                     for name, number in means.items():
                         writer.add_scalar(name, number, update)
                     reports.clear()
-                if update % args.eval_every == 0 or update == args.total_updates:
-                    for split in splits_of(args.task):
-                        row = evaluate(args, agent, split, device, keep_going=lambda: not signals)
-                        if row is None:
-                            break
-                        seconds = round(seconds_before + time.monotonic() - started, 1)
-                        row |= {"update": update, "env_steps": counters["env_steps"], "seconds": seconds}
-                        with open(metrics_path, "a", newline="") as file:
-                            csv.writer(file).writerow([row[name] for name in METRICS])
-                        for name in METRICS[4:]:
-                            writer.add_scalar(f"evaluation/{split}_{name}", row[name], update)
-                        tqdm.write(describe(row), file=sys.stdout)
+                evaluate_if_due()
 
             now = time.monotonic()
             if now - shown > 0.5:
                 shown = now
-                if bar is None or (not warming_up and bar.unit == " steps"):
+                if bar is None or (not warming_up and bar.unit == " goal states"):
                     if bar is not None:
                         bar.close()
-                    unit, total = (" steps", args.warmup) if warming_up else (" updates", args.total_updates)
+                    unit, total = (" goal states", args.warmup) if warming_up else (" updates", args.total_updates)
                     bar = tqdm(
                         total=total, unit=unit, dynamic_ncols=True, initial=0 if warming_up else counters["updates"]
                     )
@@ -744,7 +773,7 @@ def train(args, run_folder, checkpoint=None):
                 success = np.mean([e["charts/success_ratio"] for e in recent]) if recent else float("nan")
                 accuracy = report.get("charts/discriminator_accuracy", float("nan"))
                 bar.set_postfix_str(f"success {success:.1%}, discriminator {accuracy:.1%}", refresh=False)
-                bar.update((min(counters["env_steps"], args.warmup) if warming_up else counters["updates"]) - bar.n)
+                bar.update((counters["warmup"] if warming_up else counters["updates"]) - bar.n)
             if now - saved > args.checkpoint_every:
                 save()
                 saved = now
@@ -766,7 +795,7 @@ def describe(row):
 
 
 def evaluate_checkpoint(args):
-    """`--evaluate`: prints the results of a checkpoint and, with `--capture-video`, writes a video of five episodes."""
+    """`--evaluate`: prints the results of a checkpoint; with `--capture-video`, writes a video of three episodes."""
     checkpoint, trained, agent = load_checkpoint(args.evaluate)
     splits, goals = splits_of(trained.task), goals_of(trained.task)
     if args.split and args.split not in splits:
@@ -794,44 +823,58 @@ def write_video(args, agent, split, device, goal, path):
         drawing.text((12, 8), info["instruction"], fill="white", font_size=22, stroke_width=2, stroke_fill="black")
         frames.append(frame)
 
-    evaluate(args, agent, split, device, goal, on_step=film, episodes=5)
+    evaluate(args, agent, split, device, goal, on_step=film, episodes=3)
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=120, loop=0)
+
+
+AT_LEAST_1 = (
+    "warmup batch_size goal_batch_size hidden_size target_update_interval replay_size goal_storage_size "
+    "env_steps_per_update episodes eval_every"
+).split()
+STORED = ("replay_frames.bin", "replay_steps.bin", "goal_states.bin")
+FIXED = "task gdan aux seed hidden_size replay_size goal_storage_size policy concat_query fixed_goal".split()
 
 
 def main():
     args = tyro.cli(Args, description=__doc__)
+    checkpoint, run_folder = None, args.resume
+    if run_folder:  # with the run's own arguments, but for those given now
+        checkpoint, own, _ = load_checkpoint(run_folder / "checkpoint.pt")
+        args = tyro.cli(Args, description=__doc__, default=own)
+        for name in FIXED:
+            if getattr(args, name) != getattr(own, name):
+                raise SystemExit(f"a resumed run keeps its --{name.replace('_', '-')}: {getattr(own, name)}")
     if args.gdan and args.aux != "gace":
         raise SystemExit(f"--gdan needs the goal-discriminator, which --aux {args.aux} does not train: use --aux gace")
     if args.concat_query and not args.gdan:
         raise SystemExit("--concat-query replaces the attention of GDAN: add --gdan")
     if args.fixed_goal and args.fixed_goal not in goals_of(args.task):
         raise SystemExit(f"unknown goal {args.fixed_goal!r}; use one of {', '.join(goals_of(args.task))}")
-    if min(args.episodes, args.eval_every, args.env_steps_per_update, args.batch_size, args.target_update_interval) < 1:
-        raise SystemExit(
-            "--episodes, --eval-every, --env-steps-per-update, --batch-size and --target-update-interval "
-            "must be at least 1"
-        )
+    for name in AT_LEAST_1:
+        if getattr(args, name) < 1:
+            raise SystemExit(f"--{name.replace('_', '-')} must be at least 1")
     if args.cuda and not torch.cuda.is_available():
         raise SystemExit("--cuda: PyTorch sees no GPU here; use --no-cuda")
+    if args.track:
+        try:
+            import wandb
+        except ImportError:
+            raise SystemExit("--track needs Weights and Biases: pip install wandb") from None
     if args.evaluate:
         return evaluate_checkpoint(args)
 
-    checkpoint, run_folder = None, args.resume
-    if run_folder:
-        checkpoint, args, _ = load_checkpoint(run_folder / "checkpoint.pt")
-    else:
+    if not checkpoint:
         run_folder = Path("runs", f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}")
     check_disk(args, run_folder)
+    for name in STORED if checkpoint else ():
+        if not (run_folder / name).exists():
+            raise SystemExit(f"{run_folder} has lost its {name}, without which the run cannot go on")
     try:
         run_folder.mkdir(parents=True, exist_ok=bool(checkpoint))
         (run_folder / "goal_states.bin").touch()
     except OSError as error:
         raise SystemExit(f"cannot write into the run folder {run_folder}: {error.strerror}") from None
     if args.track:
-        try:
-            import wandb
-        except ImportError:
-            raise SystemExit("--track needs Weights and Biases: pip install wandb") from None
         wandb.init(
             project="gace",
             name=run_folder.name,

@@ -141,18 +141,15 @@ class DoomAgent:
     def look(self, observation):
         """The action, its name, and both maps."""
         image, goal = observation["image"], torch.tensor([int(observation["goal"])])
-        if self.args.aux == "rad":
-            corner, crop = (42 - a3c_gace_vizdoom.CROP) // 2, a3c_gace_vizdoom.CROP
-            image = image[:, corner : corner + crop, corner : corner + crop]
+        side = a3c_gace_vizdoom.CROP if self.args.aux == "rad" else 42
+        middle = slice((42 - side) // 2, (42 + side) // 2)
 
         def network(images):
-            logits, values, _ = self.agent.act(
-                images, goal.expand(len(images)), self.memory.expand(-1, len(images), -1)
-            )
-            return logits, values
+            memory = self.memory.expand(-1, len(images), -1)
+            return self.agent.act(images[..., middle, middle], goal.expand(len(images)), memory)
 
-        maps = saliency_maps(network, image)
-        logits, _, self.memory = self.agent.act(torch.from_numpy(image)[None], goal, self.memory)
+        maps = saliency_maps(lambda images: network(images)[:2], image)
+        logits, _, self.memory = network(torch.from_numpy(image)[None])
         action = int(logits.argmax())
         return action, self.actions[action], maps
 
@@ -177,15 +174,14 @@ class UR5Agent:
     @torch.no_grad()
     def look(self, observation):
         image, goal = torch.from_numpy(observation["image"]), torch.tensor([int(observation["goal"])])
-        if self.args.aux == "curl":
-            image = sac_gace_ur5.crop(image)
-        action = self.agent.act(image[None], goal, explore=False)
+        crop = sac_gace_ur5.crop if self.args.aux == "curl" else lambda images: images
+        action = self.agent.act(crop(image[None]), goal, explore=False)
 
         def network(images):
             goals = goal.expand(len(images))
-            features = self.agent.feature_extractor(images.contiguous(memory_format=torch.channels_last))
+            features = self.agent.feature_extractor(crop(images).contiguous(memory_format=torch.channels_last))
             query = self.agent.query(features)
-            actions, _ = self.agent.actor(features, query, goals, explore=False)
+            actions = self.agent.actor(features, query, goals, explore=False)[0]
             values = self.agent.critic(features, query, goals, action.expand(len(images), -1))
             return actions, values.min(0).values
 
@@ -238,7 +234,9 @@ def main():
     if args.split == "unseen" and task not in ("v2", "v4", "r2"):
         raise SystemExit(f"{task} has no unseen split")
     agent = (DoomAgent if task[0] == "v" else UR5Agent)(args.checkpoint)
-    names = list(envs.ITEMS) if task[0] == "v" else sac_gace_ur5.goals_of(trained_on)
+    names = list(envs.ITEMS) if task[0] == "v" else sac_gace_ur5.goals_of(task)
+    if task[0] == "r" and len(names) > len(sac_gace_ur5.goals_of(trained_on)):
+        raise SystemExit(f"an agent of {trained_on} does not know the goals of {task}")
     if args.goal and args.goal.lower() not in [name.lower() for name in names]:
         raise SystemExit(f"unknown goal {args.goal!r}; use one of {', '.join(names)}")
     if min(args.episodes, args.frames) < 1:
@@ -266,10 +264,11 @@ def main():
     ]
     rows = [[draw(p, maps, scales, *rest) for p, maps, *rest in steps] for steps in episodes]
     width, height = agent.picture_size
-    sheet = Image.new("RGB", (args.frames * width, len(rows) * height))
+    gap = 4  # between the frames, in pixels
+    sheet = Image.new("RGB", (args.frames * (width + gap) - gap, len(rows) * (height + gap) - gap), "white")
     for r, row in enumerate(rows):
         for c, index in enumerate(np.linspace(0, len(row) - 1, args.frames).round().astype(int)):
-            sheet.paste(row[index], (c * width, r * height))
+            sheet.paste(row[index], (c * (width + gap), r * (height + gap)))
     out = args.out or args.checkpoint.with_name(f"{args.checkpoint.stem}_saliency_{args.split}")
     png, gif = out.with_name(out.name + ".png"), out.with_name(out.name + ".gif")
     try:

@@ -62,6 +62,7 @@ def test_report_of_good_and_bad_files(tmp_path):
     write(tmp_path / "runs/v1__a3c__2__100/metrics.csv", [0.1, 0.4, 0.6])
     write(tmp_path / "runs/v1__a3c__2__99/metrics.csv", [0.9])  # a shorter run of the same seed
     write(tmp_path / "results/v1__a3c+gace+gdan__1.csv", [0.4, 0.6, 0.9])
+    write(tmp_path / "results/v1__a3c+gace+gdan+frozen__1.csv", [0.3, 0.45, 0.55])  # a variant, shown beside it
     write(tmp_path / "results/v1__a3c+rad__1.csv", [0.1, 0.1])
     write(tmp_path / "results/v2__a3c+gace__1.csv", [0.3], split="unseen")
     bad = {
@@ -71,6 +72,8 @@ def test_report_of_good_and_bad_files(tmp_path):
         "results/v1__a3c__6.csv": HEADER + "10000,5,1.0,seen\n",
         "results/v1__a3c__7.csv": HEADER + "10000,5,1.0,seen,x,0.5,20,1\n",
         "results/notes.csv": HEADER,
+        "results/v9__a3c__1.csv": HEADER + "10000,5,1.0,seen,0.5,0.5,20,1\n",
+        "results/v1__sac__1.csv": HEADER + "10000,5,1.0,seen,0.5,0.5,20,1\n",
     }
     for name, text in bad.items():
         (tmp_path / name).write_text(text)
@@ -83,6 +86,8 @@ def test_report_of_good_and_bad_files(tmp_path):
     assert written in result.stdout
     assert "| A3C | 50.0 ± 10.0 | 50.0 | 2 | 30,000 | 56.55 ± 13.75 |" in written
     assert "| A3C+GACE&GDAN | 90.0 | 90.0 | 1 | 30,000 | 95.63 ± 0.64 |" in written
+    assert "| A3C+GACE&GDAN, frozen | 55.0 | 55.0 | 1 | 30,000 | - |" in written
+    assert "| A3C+GACE&GDAN, frozen | 25,000 | 83.33 | 20.00 | - | - | - |" in written
     assert "Reference: 50.00 % (the best of A3C)" in written
     assert "| A3C | 30,000 | 100.00 | 0.00 | 2,000,000 | 100.00 | 0.00 |" in written
     assert "| A3C+GACE&GDAN | 15,000 | 50.00 | 100.00 | 110,930 | 5.55 | 1702.94 |" in written
@@ -107,7 +112,7 @@ def test_500_runs_are_read_and_drawn_in_20_seconds(tmp_path):
     rng = np.random.default_rng(0)
     for index in range(500):
         task = ("v1", "v2", "v3", "v4", "r1", "r2", "r3")[index % 7]
-        names = report.V_ALGORITHMS if task[0] == "v" else report.R_ALGORITHMS
+        names = report.algorithms_of(task)
         name = f"{task}__{names[index // 7 % 5]}__{index // 35}__1"
         path = tmp_path / "runs" / name / "metrics.csv"
         if task in ("v2", "v4", "r2"):

@@ -4,12 +4,13 @@ import math
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_a3c import ROOT, Run, gradients
+from test_a3c import ROOT, Run, call, gradients
 from test_envs import wait_until
 
 import sac_gace_ur5 as sac
@@ -36,8 +37,9 @@ def test_critic_and_actor_loss():
     values = torch.tensor([[0.1, 0.2], [0.3, 0.0]])
     expected = ((0.1 - 1) ** 2 + (0.2 - 2) ** 2) / 2 + ((0.3 - 1) ** 2 + (0.0 - 2) ** 2) / 2
     assert sac.critic_loss(values, torch.tensor([1.0, 2.0])).item() == pytest.approx(expected)
-    loss = sac.actor_loss(values, torch.tensor([-2.0, 3.0]), 0.01)
-    assert loss.item() == pytest.approx((-0.02 - 0.1 + 0.03 - 0.0) / 2)
+    means = torch.tensor([[1.0, 2.0], [0.0, -3.0]])
+    loss = sac.actor_loss(values, torch.tensor([-2.0, 3.0]), means, 0.01, 0.1)
+    assert loss.item() == pytest.approx((-0.02 - 0.1 + 0.03 - 0.0) / 2 + 0.1 * (1 + 4 + 9) / 2)
 
 
 def test_gace_loss_is_equation_8():
@@ -74,15 +76,15 @@ def test_concatenated_query_replaces_the_attention():
 def test_policies():
     features, query, goals = torch.randn(64, 256).relu(), torch.randn(64, 256), torch.zeros(64, dtype=torch.long)
     actor = make_agent(exploration_noise=0.2).actor
-    quiet, _ = actor(features, query, goals, explore=False)
-    noisy, log_probs = actor(features, query, goals)
+    quiet, *_ = actor(features, query, goals, explore=False)
+    noisy, log_probs, _ = actor(features, query, goals)
     assert (quiet.abs() <= 1).all() and (noisy.abs() <= 1).all() and (log_probs == 0).all()
     difference = (noisy - quiet).abs()
     assert difference.max() <= 0.5 + 1e-6 and difference.std() > 0.05  # clipped at 2.5 standard deviations
 
     actor = make_agent(policy="gaussian").actor
     torch.manual_seed(1)
-    actions, log_probs = actor(features, query, goals)
+    actions, log_probs, _ = actor(features, query, goals)
     mean, log_std = actor.head(actor.conditioning(features, query, goals)).chunk(2, -1)
     before = torch.atanh(actions.double())
     normal = -0.5 * ((before - mean) / log_std.exp()) ** 2 - log_std - 0.5 * math.log(2 * math.pi)
@@ -239,7 +241,7 @@ def test_goal_storage_is_bounded_and_keeps_states_and_labels(tmp_path):
 
 # ------------------------------------------------------------------------------------------------------- as a user does
 
-TINY = "--warmup 120 --total-updates 6 --eval-every 3 --episodes 2 --batch-size 8 --goal-batch-size 8 --no-cuda".split()
+TINY = "--warmup 3 --total-updates 6 --eval-every 3 --episodes 2 --batch-size 8 --goal-batch-size 8 --no-cuda".split()
 TINY += ["--replay-size", "5000"]
 MODES = {
     "sac": ["--aux", "none", "--policy", "gaussian"],
@@ -262,7 +264,7 @@ def updates_of(run):
 
 
 @pytest.mark.parametrize("algorithm", MODES)
-def test_every_mode_trains_evaluates_and_is_evaluated_again(algorithm, tmp_path):
+def test_every_mode_trains_evaluates_and_is_evaluated_again(algorithm, tmp_path, monkeypatch, capsys):
     run = start(tmp_path, *TINY, *MODES[algorithm])
     assert run.wait() == 0, run.output
     task = {"sac+gace": "r2", "sac+curl": "r3"}.get(algorithm, "r1")
@@ -275,9 +277,8 @@ def test_every_mode_trains_evaluates_and_is_evaluated_again(algorithm, tmp_path)
 
     video = ["--capture-video"] if algorithm == "sac+gace+gdan" else []
     checkpoint = run.run_folder / "checkpoint.pt"
-    again = start(tmp_path, "--evaluate", str(checkpoint), "--episodes", "2", "--no-cuda", *video)
-    assert again.wait() == 0, again.output
-    shown = [line for line in again.output.splitlines() if line.startswith("update 6")]
+    call(sac, monkeypatch, "--evaluate", checkpoint, "--episodes", 2, "--no-cuda", *video)
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("update 6")]
     last = run.rows()[-len(splits) :]
     for row, line in zip(last, shown, strict=True):
         assert f"success {float(row['success_ratio']):.1%}" in line
@@ -285,6 +286,29 @@ def test_every_mode_trains_evaluates_and_is_evaluated_again(algorithm, tmp_path)
     if video:
         with Image.open(run.run_folder / "checkpoint_seen.gif") as gif:
             assert gif.n_frames > 20 and gif.size[0] >= 480
+
+
+def test_auto_labelling(tmp_path, monkeypatch):
+    """Every stored state is the last of an episode: of a success, by its goal, or of a time-out, as the negative class.
+    Nothing of an episode that ended on another box; and in the warm-up, nothing else is left out."""
+    monkeypatch.chdir(tmp_path)
+    call(sac, monkeypatch, *TINY, "--warmup", 60, "--total-updates", 1, "--fixed-goal", "green")
+    (run_folder,) = Path("runs").iterdir()
+    counters = torch.load(run_folder / "checkpoint.pt")["counters"]
+    replay = sac.ReplayBuffer(run_folder, 5000, counters["replay"])
+    storage = sac.GoalStorage(run_folder / "goal_states.bin", 500_000, counters["goals"])
+    records = np.fromfile(run_folder / "goal_states.bin", np.uint8).reshape(-1, storage.record_bytes)
+    expected, outcomes = [], []
+    for end in np.flatnonzero(~replay.steps["usable"][: replay.count]):
+        before = replay.steps[end - 1]
+        assert before["goal"] == 1
+        outcomes.append("success" if before["reward"] > 0.5 else "other box" if before["terminal"] else "time-out")
+        if outcomes[-1] != "other box":
+            expected.append((1 if outcomes[-1] == "success" else 3, replay.frames[end]))
+    assert set(outcomes) == {"success", "other box", "time-out"}
+    assert len(records) == len(expected) == 60
+    for record, (label, frame) in zip(records, expected, strict=True):
+        assert record[-1] == label and np.array_equal(record[:-1], frame.ravel())
 
 
 def test_resumed_run_is_the_same_as_an_uninterrupted_one(tmp_path):
@@ -316,10 +340,7 @@ def test_interrupted_run_goes_on(how, tmp_path):
         os.killpg(run.process.pid, getattr(signal, how))
         run.wait(10)
     before = updates_of(run)
-    checkpoint = torch.load(run.run_folder / "checkpoint.pt")
-    checkpoint["args"]["total_updates"] = before + 3
-    torch.save(checkpoint, run.run_folder / "checkpoint.pt")
-    resumed = start(tmp_path, "--resume", str(run.run_folder))
+    resumed = start(tmp_path, "--resume", str(run.run_folder), "--total-updates", str(before + 3))
     assert resumed.wait() == 0, resumed.output
     assert updates_of(run) == before + 3
     assert not list(run.run_folder.glob("*.tmp"))
@@ -332,9 +353,10 @@ def test_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path):
     assert all(torch.isfinite(tensor).all() for tensor in agent.values())
 
 
-def test_bad_input_is_answered_in_a_line_or_two(tmp_path):
-    (tmp_path / "damaged.pt").write_bytes(b"PK\x03\x04 cut off")
-    torch.save({"model": torch.zeros(3)}, tmp_path / "foreign.pt")
+def test_bad_input_is_answered_in_a_line_or_two(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("damaged.pt").write_bytes(b"PK\x03\x04 cut off")
+    torch.save({"model": torch.zeros(3)}, "foreign.pt")
     for arguments, expected in [
         (["--gdan", "--aux", "ae"], "use --aux gace"),
         (["--concat-query"], "add --gdan"),
@@ -343,9 +365,18 @@ def test_bad_input_is_answered_in_a_line_or_two(tmp_path):
         (["--evaluate", "damaged.pt"], "damaged.pt is not a whole checkpoint"),
         (["--evaluate", "foreign.pt"], "foreign.pt is not a whole checkpoint"),
         (["--resume", "nowhere"], "nowhere/checkpoint.pt does not exist"),
+        (["--goal-batch-size", "0"], "--goal-batch-size must be at least 1"),
         (["--replay-size", "1000000000000", "--total-updates", "1000000000000"], "use a --replay-size of at most"),
     ]:
-        run = start(tmp_path, *arguments)
-        assert run.wait() != 0 and expected in run.output, run.output
-        assert len(run.output.strip().splitlines()) <= 2, run.output
-    assert not (tmp_path / "runs").exists()
+        with pytest.raises(SystemExit, match=expected) as answer:
+            call(sac, monkeypatch, *arguments)
+        assert len(str(answer.value).splitlines()) <= 2
+    assert not Path("runs").exists()
+    call(sac, monkeypatch, *TINY, "--total-updates", 1)
+    (run_folder,) = Path("runs").iterdir()
+    (run_folder / "replay_steps.bin").unlink()
+    for arguments, expected in [([], "has lost its replay_steps.bin"), (["--task", "r2"], "keeps its --task: r1")]:
+        with pytest.raises(SystemExit, match=expected):
+            call(sac, monkeypatch, "--resume", run_folder, *arguments)
+    run = start(tmp_path, "--gdan", "--aux", "none")
+    assert run.wait() != 0 and len(run.output.strip().splitlines()) <= 2, run.output

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from test_a3c import call
 
 import a3c_gace_vizdoom as a3c
 import sac_gace_ur5 as sac
@@ -99,11 +100,12 @@ def checkpoints(folder):
     torch.save(content, folder / "r1.pt")
 
 
-def test_sheet_and_video_of_both_kinds_of_agent(tmp_path):
+def test_sheet_and_video_of_both_kinds_of_agent(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     checkpoints(tmp_path)
     for arguments, size in [
-        (["v1.pt", "--task", "v2", "--split", "unseen"], (2 * 480, 360)),
-        (["r1.pt", "--goal", "green"], (2 * 480, 480)),
+        (["v1.pt", "--task", "v2", "--split", "unseen"], (2 * 480 + 4, 360)),
+        (["r1.pt", "--goal", "green"], (2 * 480 + 4, 480)),
     ]:
         command = [sys.executable, str(ROOT / "saliency.py"), *arguments, "--episodes", "1", "--frames", "2"]
         result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -115,13 +117,14 @@ def test_sheet_and_video_of_both_kinds_of_agent(tmp_path):
             assert gif.n_frames > 1
     for arguments, expected in [
         (["v1.pt", "--task", "r1"], "cannot play r1"),
+        (["r1.pt", "--task", "r3"], "an agent of r1 does not know the goals of r3"),
         (["v1.pt", "--split", "unseen"], "v1 has no unseen split"),
         (["r1.pt", "--goal", "pink"], "use one of red, green, blue"),
         (["missing.pt"], "missing.pt does not exist"),
     ]:
-        command = [sys.executable, str(ROOT / "saliency.py"), *arguments]
-        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert result.returncode != 0 and expected in result.stderr and len(result.stderr.splitlines()) == 1
+        with pytest.raises(SystemExit, match=expected) as answer:
+            call(saliency, monkeypatch, *arguments)
+        assert len(str(answer.value).splitlines()) == 1
 
 
 def test_a_frame_takes_a_third_of_a_second(tmp_path):
