@@ -68,7 +68,7 @@ class Args:
     """of Adam with AMSGrad, whose moments the workers share (paper: 7e-5)"""
     max_grad_norm: float = 40.0
     """the gradient is clipped at this norm (paper: 10, for rewards ten times as large: that silences success)"""
-    entropy_coef: float = 0.005
+    entropy_coef: float = 0.007
     """coefficient of the entropy bonus, Eq. 3 (paper: 0.01, for rewards ten times as large)"""
     num_workers: int = field(default_factory=lambda: min(20, os.cpu_count() or 1))
     """worker processes; by default one per core, at most the paper's 20"""
@@ -815,18 +815,19 @@ def train(args, run_folder, checkpoint=None):
             if now - shown > 0.5 and recent:
                 shown, updates = now, shared.updates.value
                 warming_up = updates == 0 and args.aux == "gace"
+                done = min(shared.goal_count.value, args.warmup) if warming_up else updates
                 if bar is None or (not warming_up and bar.unit == " goal states"):
                     if bar is not None:
                         bar.close()
                     unit, total = (" goal states", args.warmup) if warming_up else (" updates", args.total_updates)
-                    bar = tqdm(total=total, initial=0 if warming_up else updates, unit=unit, dynamic_ncols=True)
+                    bar = tqdm(total=total, initial=done, unit=unit, dynamic_ncols=True)
                 bar.set_description("warm-up" if warming_up else "training", refresh=False)
                 now_at = {name.split("/")[1]: number for name, number in summarise(recent).items()}
                 accuracy = now_at.get("discriminator_accuracy", float("nan"))
                 bar.set_postfix_str(
                     f"success {now_at['success_ratio']:.1%}, discriminator {accuracy:.1%}", refresh=False
                 )
-                bar.update((min(shared.goal_count.value, args.warmup) if warming_up else updates) - bar.n)
+                bar.update(done - bar.n)
             if now - saved > args.checkpoint_every:
                 save()
                 saved = now

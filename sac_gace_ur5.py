@@ -766,14 +766,13 @@ def train(args, run_folder, checkpoint=None):
                     if bar is not None:
                         bar.close()
                     unit, total = (" goal states", args.warmup) if warming_up else (" updates", args.total_updates)
-                    bar = tqdm(
-                        total=total, unit=unit, dynamic_ncols=True, initial=0 if warming_up else counters["updates"]
-                    )
+                    done = counters["warmup" if warming_up else "updates"]
+                    bar = tqdm(total=total, initial=done, unit=unit, dynamic_ncols=True)
                 bar.set_description("warm-up" if warming_up else "training", refresh=False)
                 success = np.mean([e["charts/success_ratio"] for e in recent]) if recent else float("nan")
                 accuracy = report.get("charts/discriminator_accuracy", float("nan"))
                 bar.set_postfix_str(f"success {success:.1%}, discriminator {accuracy:.1%}", refresh=False)
-                bar.update((counters["warmup"] if warming_up else counters["updates"]) - bar.n)
+                bar.update(counters["warmup" if warming_up else "updates"] - bar.n)
             if now - saved > args.checkpoint_every:
                 save()
                 saved = now
