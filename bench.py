@@ -164,7 +164,7 @@ def bench_training(task, seconds):
     navigation = task in envs.V_TASKS
     script = "a3c_gace_vizdoom.py" if navigation else "sac_gace_ur5.py"
     endless = ["--total-updates", "1000000000", "--eval-every", "1000000000", "--checkpoint-every", "3", "--no-cuda"]
-    warmup = ["--warmup", "60"] if navigation else ["--warmup", "20", "--replay-size", "500000"]
+    warmup = ["--warmup", "60"] if navigation else ["--warmup", "1000", "--replay-size", "500000"]
     with tempfile.TemporaryDirectory(prefix="gace-bench-") as folder:
         speed, memory, checkpoint = run_training(script, ["--task", task, "--gdan", *warmup, *endless], folder, seconds)
         (run_folder,) = Path(folder, "runs").iterdir()

@@ -52,7 +52,7 @@ class Args:
 
     # The paper's table of hyperparameters
     warmup: int = 10_000
-    """goal states, of which most are negative, to collect with a random policy before the first update"""
+    """environment steps with a random policy before the first update"""
     epsilon_n: float = 0.05
     """probability to store the last state of an episode that reached nothing, as a class of its own (warm-up: 1)"""
     tau: float = 0.005
@@ -73,17 +73,17 @@ class Args:
     """coefficient of the GACE loss (Eq. 9), or of the loss of ae or curl; the paper recommends 0.3 to 0.5"""
     gamma: float = 0.99
     """discount"""
-    learning_rate: float = 7e-5
-    """of Adam"""
+    learning_rate: float = 3e-4
+    """of Adam (paper: 7e-5)"""
     entropy_coef: float = 0.01
     """coefficient of the entropy, of the gaussian policy only"""
 
     # What the paper leaves out
     policy: Literal["deterministic", "gaussian"] = "deterministic"
     """deterministic: tanh(mean) with clipped Gaussian noise, no entropy term (the paper's); gaussian: with both"""
-    exploration_noise: float = 0.1
+    exploration_noise: float = 0.2
     """standard deviation of the deterministic policy's noise"""
-    action_penalty: float = 1e-4
+    action_penalty: float = 1e-3
     """weight of the squared action before the tanh in the actor's loss; without it actions stick to their limits"""
     env_steps_per_update: int = 16
     """environment steps between two updates; what there is to learn from is rare, and steps are cheap"""
@@ -586,9 +586,8 @@ def load_checkpoint(path):
 def check_disk(args, run_folder):
     """Says at the start that the disk is too small: when it is full, writing to a memory-mapped file kills."""
     frame = SIDE * SIDE * 3
-    steps = 1.2 * args.warmup * envs.UR5Env.max_steps + args.total_updates * args.env_steps_per_update
-    episodes = args.warmup + steps / 10  # an agent that succeeds needs ten steps or more
-    goals = min(args.goal_storage_size, episodes) * frame if args.aux == "gace" else 0
+    steps = args.warmup + args.total_updates * args.env_steps_per_update
+    goals = min(args.goal_storage_size, steps / 10) * frame if args.aux == "gace" else 0
     needed = min(args.replay_size, steps * 1.1) * frame + goals
     there = next(path for path in (run_folder, *run_folder.parents) if path.exists())
     room = shutil.disk_usage(there).free + sum(path.stat().st_blocks * 512 for path in run_folder.glob("*.bin"))
@@ -625,7 +624,7 @@ def train(args, run_folder, checkpoint=None):
         "critic": torch.optim.Adam(groups if decoder_parameters else rest, args.learning_rate, fused=True),
         "actor": torch.optim.Adam(actor_parameters, args.learning_rate, fused=True),
     }
-    counters = dict.fromkeys("updates env_steps episodes episode_steps replay goals warmup".split(), 0)
+    counters = dict.fromkeys("updates env_steps episodes episode_steps replay goals".split(), 0)
     seconds_before = 0.0
     if checkpoint:
         counters |= checkpoint["counters"]
@@ -709,8 +708,9 @@ def train(args, run_folder, checkpoint=None):
     try:
         evaluate_if_due()
         while counters["updates"] < args.total_updates and not signals:
-            # All algorithms warm up for as long as GACE takes to fill its storage, to be compared update by update.
-            warming_up = counters["warmup"] < max(1, args.warmup)
+            # The paper gives no unit. Goal states, as in navigation, would be half a million random steps, among which
+            # the few successes are too rare in a batch to learn from.
+            warming_up = counters["env_steps"] < args.warmup or (args.aux == "gace" and not len(storage))
             if warming_up:
                 action = rng.uniform(-1, 1, 6).astype(np.float32)
             else:
@@ -726,10 +726,9 @@ def train(args, run_folder, checkpoint=None):
                 label = int(observation["goal"])  # auto-labelling: the instruction names the goal that was reached
                 if not info["is_success"]:
                     label = len(goals_of(args.task))  # the negative class: nothing was reached
-                if info["is_success"] or (truncated and (warming_up or rng.random() < args.epsilon_n)):
-                    counters["warmup"] += warming_up
-                    if args.aux == "gace":
-                        storage.add(observation["image"], label)
+                kept = info["is_success"] or (truncated and (warming_up or rng.random() < args.epsilon_n))
+                if kept and args.aux == "gace":
+                    storage.add(observation["image"], label)
                 episode = {
                     "charts/success_ratio": info["is_success"],
                     "charts/nongoal_ratio": info["reached"] >= 0 and not info["is_success"],
@@ -762,17 +761,17 @@ def train(args, run_folder, checkpoint=None):
             now = time.monotonic()
             if now - shown > 0.5:
                 shown = now
-                if bar is None or (not warming_up and bar.unit == " goal states"):
+                if bar is None or (not warming_up and bar.unit == " steps"):
                     if bar is not None:
                         bar.close()
-                    unit, total = (" goal states", args.warmup) if warming_up else (" updates", args.total_updates)
-                    done = counters["warmup" if warming_up else "updates"]
+                    unit, total = (" steps", args.warmup) if warming_up else (" updates", args.total_updates)
+                    done = counters["env_steps" if warming_up else "updates"]
                     bar = tqdm(total=total, initial=done, unit=unit, dynamic_ncols=True)
                 bar.set_description("warm-up" if warming_up else "training", refresh=False)
                 success = np.mean([e["charts/success_ratio"] for e in recent]) if recent else float("nan")
                 accuracy = report.get("charts/discriminator_accuracy", float("nan"))
                 bar.set_postfix_str(f"success {success:.1%}, discriminator {accuracy:.1%}", refresh=False)
-                bar.update(counters["warmup" if warming_up else "updates"] - bar.n)
+                bar.update(counters["env_steps" if warming_up else "updates"] - bar.n)
             if now - saved > args.checkpoint_every:
                 save()
                 saved = now

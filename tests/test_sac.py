@@ -241,7 +241,7 @@ def test_goal_storage_is_bounded_and_keeps_states_and_labels(tmp_path):
 
 # ------------------------------------------------------------------------------------------------------- as a user does
 
-TINY = "--warmup 3 --total-updates 6 --eval-every 3 --episodes 2 --batch-size 8 --goal-batch-size 8 --no-cuda".split()
+TINY = "--warmup 120 --total-updates 6 --eval-every 3 --episodes 2 --batch-size 8 --goal-batch-size 8 --no-cuda".split()
 TINY += ["--replay-size", "5000"]
 MODES = {
     "sac": ["--aux", "none", "--policy", "gaussian"],
@@ -292,7 +292,7 @@ def test_auto_labelling(tmp_path, monkeypatch):
     """Every stored state is the last of an episode: of a success, by its goal, or of a time-out, as the negative class.
     Nothing of an episode that ended on another box; and in the warm-up, nothing else is left out."""
     monkeypatch.chdir(tmp_path)
-    call(sac, monkeypatch, *TINY, "--warmup", 60, "--total-updates", 1, "--fixed-goal", "green")
+    call(sac, monkeypatch, *TINY, "--warmup", 2500, "--total-updates", 1, "--fixed-goal", "green")
     (run_folder,) = Path("runs").iterdir()
     counters = torch.load(run_folder / "checkpoint.pt")["counters"]
     replay = sac.ReplayBuffer(run_folder, 5000, counters["replay"])
@@ -306,7 +306,7 @@ def test_auto_labelling(tmp_path, monkeypatch):
         if outcomes[-1] != "other box":
             expected.append((1 if outcomes[-1] == "success" else 3, replay.frames[end]))
     assert set(outcomes) == {"success", "other box", "time-out"}
-    assert len(records) == len(expected) == 60
+    assert len(records) == len(expected) > 40
     for record, (label, frame) in zip(records, expected, strict=True):
         assert record[-1] == label and np.array_equal(record[:-1], frame.ravel())
 
