@@ -519,7 +519,8 @@ def wait_until(condition, seconds=5):
 
 
 OWNER = """
-import gc, os, sys, time
+import gc, os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs deaf to Ctrl-C
 sys.path.insert(0, {root!r})
 import envs
 env = envs.DoomEnv("v2")

@@ -244,12 +244,18 @@ def test_goal_storage_is_bounded_and_keeps_states_and_labels(tmp_path):
 TINY = "--warmup 120 --total-updates 6 --eval-every 3 --episodes 2 --batch-size 8 --goal-batch-size 8 --no-cuda".split()
 TINY += ["--replay-size", "5000"]
 MODES = {
-    "sac": ["--aux", "none", "--policy", "gaussian"],
+    "sac+gaussian": ["--aux", "none", "--policy", "gaussian"],
     "sac+ae": ["--aux", "ae"],
     "sac+curl": ["--aux", "curl", "--task", "r3"],
     "sac+gace": ["--task", "r2"],
-    "sac+gace+gdan": ["--gdan", "--concat-query", "--fixed-goal", "green"],
+    "sac+gace+gdan+concat+green": ["--gdan", "--concat-query", "--fixed-goal", "green"],
 }
+
+
+def test_names_of_the_algorithms():
+    names = [sac.algorithm(sac.Args(aux=aux)) for aux in ("none", "ae", "curl", "gace")]
+    assert names == ["sac", "sac+ae", "sac+curl", "sac+gace"]
+    assert sac.algorithm(sac.Args(gdan=True)) == "sac+gace+gdan"
 
 
 def start(folder, *arguments):
@@ -275,7 +281,7 @@ def test_every_mode_trains_evaluates_and_is_evaluated_again(algorithm, tmp_path,
     assert all(0 <= float(row["success_ratio"]) <= 1 for row in run.rows())
     assert updates_of(run) == 6
 
-    video = ["--capture-video"] if algorithm == "sac+gace+gdan" else []
+    video = ["--capture-video"] if "+green" in algorithm else []
     checkpoint = run.run_folder / "checkpoint.pt"
     call(sac, monkeypatch, "--evaluate", checkpoint, "--episodes", 2, "--no-cuda", *video)
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("update 6")]
@@ -312,7 +318,8 @@ def test_auto_labelling(tmp_path, monkeypatch):
 
 
 def test_resumed_run_is_the_same_as_an_uninterrupted_one(tmp_path):
-    arguments = [*TINY, "--gdan", "--total-updates", "60", "--eval-every", "25", "--checkpoint-every", "0.2"]
+    arguments = [*TINY, "--gdan", "--total-updates", "40", "--eval-every", "15", "--checkpoint-every", "0.2"]
+    arguments += ["--env-steps-per-update", "6"]
     folders = [tmp_path / name for name in ("whole", "interrupted")]
     for folder in folders:
         folder.mkdir()
@@ -322,7 +329,7 @@ def test_resumed_run_is_the_same_as_an_uninterrupted_one(tmp_path):
         assert wait_until(lambda: updates_of(interrupted) >= 5, 60)
         interrupted.process.send_signal(signal.SIGTERM)
         interrupted.wait(10)
-        assert 5 <= updates_of(interrupted) < 60
+        assert 5 <= updates_of(interrupted) < 40
     resumed = start(folders[1], "--resume", str(interrupted.run_folder))
     assert resumed.wait() == 0, resumed.output
     ours, theirs = (torch.load(run.run_folder / "checkpoint.pt") for run in (interrupted, whole))
