@@ -138,14 +138,15 @@ def run_training(script, arguments, folder, seconds):
     command = [sys.executable, str(Path(script).resolve()), *arguments]
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        seen = []
+        seen, begun = [], None  # how many updates there were before: from there on, starting up is over
         while len(seen) < 2 or seen[-1]["seconds"] - seen[0]["seconds"] < seconds:
             time.sleep(0.5)
             if process.poll() is not None:
                 raise SystemExit(f"{script} ended by itself: {' '.join(command)}")
             for path in Path(folder, "runs").glob("*/checkpoint.pt"):
                 checkpoint = torch.load(path)
-                if updates_of(checkpoint) > 20 and (not seen or updates_of(checkpoint) > updates_of(seen[-1])):
+                begun = updates_of(checkpoint) if begun is None else begun
+                if updates_of(checkpoint) > begun + 20 and (not seen or updates_of(checkpoint) > updates_of(seen[-1])):
                     seen = [*seen[:1], checkpoint]
         memory = max(
             (private_megabytes(pid) for pid in (process.pid, *children(process.pid))), key=lambda m: m["private"]
