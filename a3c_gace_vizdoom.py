@@ -274,8 +274,6 @@ class GoalStorage:
 
     def __init__(self, path, capacity, count):
         self.file = os.open(path, os.O_RDWR | os.O_CREAT)
-        if hasattr(os, "posix_fadvise"):  # not to read megabytes of neighbours with every state
-            os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_RANDOM)
         self.capacity = capacity
         self.count = count  # how many were ever added: a shared integer
 

@@ -80,7 +80,7 @@ class Args:
 
     # What the paper leaves out
     policy: Literal["deterministic", "gaussian"] = "deterministic"
-    """deterministic: tanh(mean) with clipped Gaussian noise, no entropy term (the paper's); gaussian: with both"""
+    """deterministic: tanh(mean) with clipped Gaussian noise, no entropy term (the paper's); gaussian: drawn, with it"""
     exploration_noise: float = 0.2
     """standard deviation of the deterministic policy's noise"""
     action_penalty: float = 1e-3
@@ -341,8 +341,6 @@ class GoalStorage:
 
     def __init__(self, path, capacity, count=0):
         self.file = os.open(path, os.O_RDWR | os.O_CREAT)
-        if hasattr(os, "posix_fadvise"):  # not to read megabytes of neighbours with every state
-            os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_RANDOM)
         self.capacity = capacity
         self.count = count  # how many were ever added
 
@@ -635,6 +633,8 @@ def train(args, run_folder, checkpoint=None):
         target.load_state_dict(checkpoint["target"])
         for name, optimizer in optimizers.items():
             optimizer.load_state_dict(checkpoint["optimizers"][name])
+            for group in optimizer.param_groups:
+                group["lr"] = args.learning_rate  # which may have been given anew
         rng.bit_generator.state = json.loads(checkpoint["numpy_random"])
         torch.set_rng_state(checkpoint["torch_random"])
     replay = ReplayBuffer(run_folder, args.replay_size, counters["replay"])

@@ -347,9 +347,13 @@ def test_interrupted_run_goes_on(how, tmp_path):
         os.killpg(run.process.pid, getattr(signal, how))
         run.wait(10)
     before = updates_of(run)
-    resumed = start(tmp_path, "--resume", str(run.run_folder), "--total-updates", str(before + 3))
+    resumed = start(
+        tmp_path, "--resume", str(run.run_folder), "--total-updates", str(before + 3), "--learning-rate", "1e-5"
+    )
     assert resumed.wait() == 0, resumed.output
     assert updates_of(run) == before + 3
+    optimizers = torch.load(run.run_folder / "checkpoint.pt")["optimizers"]
+    assert all(group["lr"] == 1e-5 for optimizer in optimizers.values() for group in optimizer["param_groups"])
     assert not list(run.run_folder.glob("*.tmp"))
 
 
