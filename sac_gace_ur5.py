@@ -51,8 +51,8 @@ class Args:
     """number of updates"""
 
     # The paper's table of hyperparameters
-    warmup: int = 10_000
-    """environment steps with a random policy before the first update"""
+    warmup: int = 50_000
+    """environment steps with a random policy before the first update (paper: 10,000, with about 5 successes a box)"""
     epsilon_n: float = 0.05
     """probability to store the last state of an episode that reached nothing, as a class of its own (warm-up: 1)"""
     tau: float = 0.005
@@ -85,7 +85,11 @@ class Args:
     """standard deviation of the deterministic policy's noise"""
     action_penalty: float = 1e-3
     """weight of the squared action before the tanh in the actor's loss; without it actions stick to their limits"""
-    env_steps_per_update: int = 16
+    n_step: int = 5
+    """rewards summed in the critic's target before it asks for the next value (SAC and Algorithm 1: 1)"""
+    num_envs: int = 8
+    """environments that act in one batch, at most --env-steps-per-update"""
+    env_steps_per_update: int = 32
     """environment steps between two updates; what there is to learn from is rare, and steps are cheap"""
     concat_query: bool = False
     """ablation: the actor-critic concatenates the query of GDAN instead of attending with it (needs --gdan)"""
@@ -123,7 +127,9 @@ CROP = 72  # of 84, about the proportion of CURL's 84 of 100
 
 class FeatureExtractor(nn.Module):
     """sigma: an image to its encoding e (Eq. 1). That of the navigation model: batch normalisation follows every
-    convolution, by the batch in learning and by running statistics in acting and in the target."""
+    convolution, by the batch in learning and by running statistics in acting and in the target. Only its end is that of
+    pixel SAC's usual encoder (SAC+AE, CURL): without the normalisation and the tanh, the encoding grows until the
+    critic hardly hears the six numbers of the action beside it."""
 
     def __init__(self, side, hidden_size):
         super().__init__()
@@ -135,13 +141,14 @@ class FeatureExtractor(nn.Module):
         for _ in self.convs:
             side = (side + 1) // 2
         self.linear = nn.Linear(64 * side * side, hidden_size)
+        self.layer_norm = nn.LayerNorm(hidden_size)
 
     def forward(self, images):
         x = images.float()  # (batch, 3, 84, 84)
         for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
             weight = conv.weight / 255 if i == 0 else conv.weight  # states within [0, 1]
             x = F.relu_(norm(F.conv2d(x, weight, stride=2, padding=1)))
-        return F.relu(self.linear(x.flatten(1)))  # (batch, 256)
+        return torch.tanh(self.layer_norm(self.linear(x.flatten(1))))  # (batch, 256)
 
 
 class GoalDiscriminator(nn.Module):
@@ -265,13 +272,6 @@ class Agent(nn.Module):
         self.critic = Critic(args, goals, actions)
         self.decoder = Decoder(size) if args.aux == "ae" else None
         self.contrast = nn.Parameter(torch.rand(size, size) / size) if args.aux == "curl" else None
-        for name, parameter in self.named_parameters():
-            if parameter.dim() > 1 and "embedding" not in name and "contrast" not in name:
-                nn.init.orthogonal_(parameter, 2**0.5)
-            elif parameter.dim() == 1 and "norm" not in name:
-                nn.init.zeros_(parameter)
-        for head in (self.actor.head, *self.critic.heads):
-            nn.init.orthogonal_(head[-1].weight, 0.01)
         self.to(memory_format=torch.channels_last)  # twice as fast on a CPU
 
     def query(self, features):
@@ -287,11 +287,12 @@ class Agent(nn.Module):
 
 class ReplayBuffer:
     """Every frame once, in memory-mapped files: they may outgrow the memory, take up disk only as they fill, and stay
-    when the process is killed. A transition's next frame is the next record; an episode ends in a frame without one."""
+    when the process is killed. The environments take turns, so that a step's next frame is as many records on as there
+    are environments; an episode ends in a frame without one."""
 
     step = np.dtype([("action", "f4", 6), ("reward", "f4"), ("goal", "u1"), ("terminal", "?"), ("usable", "?")])
 
-    def __init__(self, folder, capacity, count=0):
+    def __init__(self, folder, capacity, num_envs, count=0):
         def open_file(name, dtype, *shape):
             size = int(np.prod(shape)) * np.dtype(dtype).itemsize
             with open(folder / name, "a+b") as file:
@@ -303,7 +304,7 @@ class ReplayBuffer:
 
         self.memory, self.frames = open_file("replay_frames.bin", np.uint8, capacity, SIDE, SIDE, 3)
         _, self.steps = open_file("replay_steps.bin", self.step, capacity)
-        self.capacity = capacity
+        self.capacity, self.num_envs = capacity, num_envs
         self.count = count  # how many frames were ever added
 
     def add(self, image, action=0.0, reward=0.0, goal=0, terminal=False, usable=True):
@@ -312,26 +313,33 @@ class ReplayBuffer:
         self.steps[slot] = (action, reward, goal, terminal, usable)
         self.count += 1
 
-    def sample(self, batch_size, rng):
-        slots = np.empty(0, np.int64)
-        while len(slots) < batch_size:  # the newest frame has no next one yet
-            drawn = rng.integers(max(0, self.count - self.capacity), self.count - 1, 2 * batch_size) % self.capacity
-            slots = np.concatenate([slots, drawn[self.steps["usable"][drawn]]])
-        slots = slots[:batch_size]
+    def sample(self, batch_size, rng, n_step, gamma):
+        """Random steps, each with the discounted rewards of the n that begin with it, or of as many as there are, the
+        image after them, and the discount of its value: 0 where the episode ended by reaching a box."""
+        chosen = np.empty(0, np.int64)
+        end = self.count - self.num_envs  # the newest frames have no next one yet
+        while len(chosen) < batch_size:
+            drawn = rng.integers(max(0, self.count - self.capacity), end, 2 * batch_size)
+            chosen = np.concatenate([chosen, drawn[self.steps["usable"][drawn % self.capacity]]])
+        chosen = chosen[:batch_size]
+        following, returns, discounts = chosen.copy(), np.zeros(batch_size, "f4"), np.ones(batch_size, "f4")
+        for _ in range(n_step):
+            steps = self.steps[following % self.capacity]
+            goes_on = steps["usable"] & (following < end)
+            returns += np.where(goes_on, discounts * steps["reward"], 0)
+            discounts *= np.where(goes_on, gamma * ~steps["terminal"], 1)
+            following += goes_on * self.num_envs
+        steps = self.steps[chosen % self.capacity]
+        images, next_images = (self.images_of(indices % self.capacity) for indices in (chosen, following))
+        actions, goals = torch.from_numpy(steps["action"].copy()), torch.from_numpy(steps["goal"].astype("i8"))
+        return images, actions, torch.from_numpy(returns), next_images, torch.from_numpy(discounts), goals
+
+    def images_of(self, slots):
         if hasattr(self.memory, "madvise"):  # has the disk look for all of them at once
             frame = self.frames[0].nbytes
             for start in (slots * frame // mmap.PAGESIZE * mmap.PAGESIZE).tolist():
-                self.memory.madvise(mmap.MADV_WILLNEED, start, min(3 * frame, len(self.memory) - start))
-        images, next_images = (
-            torch.from_numpy(np.asarray(self.frames[chosen])).permute(0, 3, 1, 2)  # channels last, as stored
-            for chosen in (slots, (slots + 1) % self.capacity)
-        )
-        steps = self.steps[slots]
-        actions, rewards, goals, terminals = (
-            torch.from_numpy(np.array(steps[name], dtype))
-            for name, dtype in (("action", "f4"), ("reward", "f4"), ("goal", "i8"), ("terminal", "f4"))
-        )
-        return images, actions, rewards, next_images, terminals, goals
+                self.memory.madvise(mmap.MADV_WILLNEED, start, min(2 * frame, len(self.memory) - start))
+        return torch.from_numpy(self.frames[slots]).permute(0, 3, 1, 2)  # channels last, as stored
 
 
 class GoalStorage:
@@ -364,10 +372,12 @@ class GoalStorage:
 # -------------------------------------------------------------------------------------------------------------- losses
 
 
-def critic_target(rewards, terminals, next_values, next_log_probs, gamma, entropy_coef):
-    """What both Q-functions should say: the reward and the discounted soft value of the next state. Running out of time
-    is not terminal: the state says nothing of the time that is left."""
-    return rewards + gamma * (1 - terminals) * (next_values - entropy_coef * next_log_probs)
+def critic_target(returns, discounts, next_values, next_log_probs, entropy_coef):
+    """What both Q-functions should say: the rewards of the next steps and the discounted soft value of the state after
+    them. With one step, as in Algorithm 1, the value of a goal state comes back by one step in the 200 updates that the
+    target networks take to follow, and an arm that hovers beside a box is told as slowly that it gets nothing there.
+    Running out of time does not end the sum at 0: the state says nothing of the time that is left."""
+    return returns + discounts * (next_values - entropy_coef * next_log_probs)
 
 
 def critic_loss(values, targets):
@@ -417,8 +427,8 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
     """One update of critic, encoder and auxiliary networks, and one of the actor. The encoder sees states and goal
     states in one batch, and its output serves all three losses."""
     entropy_coef = args.entropy_coef if args.policy == "gaussian" else 0.0
-    batch = [tensor.to(device) for tensor in replay.sample(args.batch_size, rng)]
-    images, actions, rewards, next_images, terminals, goals = batch
+    batch = [tensor.to(device) for tensor in replay.sample(args.batch_size, rng, args.n_step, args.gamma)]
+    images, actions, returns, next_images, discounts, goals = batch
     if args.aux == "curl":
         other_images, images, next_images = crop(images, rng), crop(images, rng), crop(next_images, rng)
 
@@ -428,7 +438,7 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
         # The target has an actor of its own, which knows the target's features: no second pass of the encoder.
         next_actions, next_log_probs, _ = target.actor(next_features, next_query, goals)
         next_values = target.critic(next_features, next_query, goals, next_actions).min(0).values
-        targets = critic_target(rewards, terminals, next_values, next_log_probs, args.gamma, entropy_coef)
+        targets = critic_target(returns, discounts, next_values, next_log_probs, entropy_coef)
 
     agent.train()  # batch normalisation by the batch
     if args.aux == "gace":
@@ -493,10 +503,11 @@ def follow(target, agent, tau):
 
 
 @torch.no_grad()
-def choose_action(args, agent, observation, device, explore):
-    image = torch.from_numpy(observation["image"])[None].to(device, memory_format=torch.channels_last)
-    goal = torch.tensor([int(observation["goal"])], device=device)
-    return agent.act(crop(image) if args.aux == "curl" else image, goal, explore)[0].cpu().numpy()
+def choose_actions(args, agent, observations, device, explore):
+    images = torch.from_numpy(np.stack([o["image"] for o in observations]))
+    images = images.to(device, memory_format=torch.channels_last)
+    goals = torch.tensor([int(o["goal"]) for o in observations], device=device)
+    return agent.act(crop(images) if args.aux == "curl" else images, goals, explore).cpu().numpy()
 
 
 def evaluate(args, agent, split, device, goal=None, keep_going=lambda: True, on_step=None, episodes=None):
@@ -512,7 +523,7 @@ def evaluate(args, agent, split, device, goal=None, keep_going=lambda: True, on_
             if not keep_going():
                 env.close()
                 return None
-            action = choose_action(args, agent, observation, device, explore=False)
+            action = choose_actions(args, agent, [observation], device, explore=False)[0]
             if on_step:
                 on_step(env, info)
             observation, reward, terminated, truncated, step_info = env.step(action)
@@ -624,7 +635,8 @@ def train(args, run_folder, checkpoint=None):
         "critic": torch.optim.Adam(groups if decoder_parameters else rest, args.learning_rate, fused=True),
         "actor": torch.optim.Adam(actor_parameters, args.learning_rate, fused=True),
     }
-    counters = dict.fromkeys("updates env_steps episodes episode_steps replay goals".split(), 0)
+    counters = dict.fromkeys("updates env_steps episodes replay goals".split(), 0)
+    counters |= {"episode": [0] * args.num_envs, "episode_steps": [0] * args.num_envs}  # what each environment plays
     seconds_before = 0.0
     if checkpoint:
         counters |= checkpoint["counters"]
@@ -637,7 +649,7 @@ def train(args, run_folder, checkpoint=None):
                 group["lr"] = args.learning_rate  # which may have been given anew
         rng.bit_generator.state = json.loads(checkpoint["numpy_random"])
         torch.set_rng_state(checkpoint["torch_random"])
-    replay = ReplayBuffer(run_folder, args.replay_size, counters["replay"])
+    replay = ReplayBuffer(run_folder, args.replay_size, args.num_envs, counters["replay"])
     storage = GoalStorage(run_folder / "goal_states.bin", args.goal_storage_size, counters["goals"])
 
     metrics_path = run_folder / "metrics.csv"
@@ -692,17 +704,27 @@ def train(args, run_folder, checkpoint=None):
                 writer.add_scalar(f"evaluation/{split}_{name}", row[name], update)
             tqdm.write(describe(row), file=sys.stdout)
 
-    env = gym.make(f"gace/{args.task.upper()}-v0")
+    players = [gym.make(f"gace/{args.task.upper()}-v0") for _ in range(args.num_envs)]
     options = {"goal": args.fixed_goal} if args.fixed_goal else None
 
-    def reset():
-        seed = np.random.SeedSequence([args.seed, counters["episodes"]]).generate_state(1)[0]
-        return env.reset(seed=int(seed), options=options)[0]
+    def reset(i):
+        seed = np.random.SeedSequence([args.seed, counters["episode"][i]]).generate_state(1)[0]
+        return players[i].reset(seed=int(seed), options=options)[0]
 
-    observation = reset()
-    # An episode is a function of its seed and its actions: the one under way is played again up to where it was.
-    for index in range(counters["replay"] - counters["episode_steps"], counters["replay"]):
-        observation = env.step(replay.steps["action"][index % args.replay_size])[0]
+    def begin_episode(i):
+        counters["episode"][i], counters["episode_steps"][i] = counters["episodes"], 0
+        counters["episodes"] += 1
+        return reset(i)
+
+    if checkpoint:  # an episode is a function of its seed and its actions: those under way are played again
+        observations, over = [reset(i) for i in range(args.num_envs)], [False] * args.num_envs
+        for i, steps in enumerate(counters["episode_steps"]):
+            first = counters["replay"] + i - steps * args.num_envs
+            for record in range(first, counters["replay"], args.num_envs):
+                observations[i], _, *ends, _ = players[i].step(replay.steps["action"][record % args.replay_size])
+                over[i] = any(ends)
+    else:
+        observations, over = [begin_episode(i) for i in range(args.num_envs)], [False] * args.num_envs
     if not checkpoint:
         save()
     saved = shown = time.monotonic()
@@ -714,36 +736,39 @@ def train(args, run_folder, checkpoint=None):
             # the few successes are too rare in a batch to learn from.
             warming_up = counters["env_steps"] < args.warmup or (args.aux == "gace" and not len(storage))
             if warming_up:
-                action = rng.uniform(-1, 1, 6).astype(np.float32)
+                actions = rng.uniform(-1, 1, (args.num_envs, 6)).astype(np.float32)
             else:
-                action = choose_action(args, agent, observation, device, explore=True)
-            next_observation, reward, terminated, truncated, info = env.step(action)
-            replay.add(observation["image"], action, reward, int(observation["goal"]), terminated)
-            observation = next_observation
-            counters["env_steps"] += 1
-            counters["episode_steps"] += 1
-
-            if terminated or truncated:
-                replay.add(observation["image"], usable=False)
-                label = int(observation["goal"])  # auto-labelling: the instruction names the goal that was reached
-                if not info["is_success"]:
-                    label = len(goals_of(args.task))  # the negative class: nothing was reached
+                actions = choose_actions(args, agent, observations, device, explore=True)
+            steps_before = counters["env_steps"]
+            for i, (env, action) in enumerate(zip(players, actions, strict=True)):
+                if over[i]:  # takes its turn to store the last frame and to begin anew
+                    replay.add(observations[i]["image"], usable=False)
+                    observations[i], over[i] = begin_episode(i), False
+                    continue
+                image, goal = observations[i]["image"], int(observations[i]["goal"])
+                observations[i], reward, terminated, truncated, info = env.step(action)
+                replay.add(image, action, reward, goal, terminated)
+                over[i] = terminated or truncated
+                counters["env_steps"] += 1
+                counters["episode_steps"][i] += 1
+                if not over[i]:
+                    continue
+                # Auto-labelling: the instruction names the goal that was reached, or it was none, the negative class.
+                label = goal if info["is_success"] else len(goals_of(args.task))
                 kept = info["is_success"] or (truncated and (warming_up or rng.random() < args.epsilon_n))
                 if kept and args.aux == "gace":
-                    storage.add(observation["image"], label)
+                    storage.add(observations[i]["image"], label)
                 episode = {
                     "charts/success_ratio": info["is_success"],
                     "charts/nongoal_ratio": info["reached"] >= 0 and not info["is_success"],
-                    "charts/episode_length": counters["episode_steps"],
+                    "charts/episode_length": counters["episode_steps"][i],
                 }
+                recent.append(episode)
                 if not warming_up:
                     window.append(episode)
-                recent.append(episode)
-                counters["episodes"] += 1
-                counters["episode_steps"] = 0
-                observation = reset()
 
-            if not warming_up and counters["env_steps"] % args.env_steps_per_update == 0:
+            k = args.env_steps_per_update
+            if not warming_up and counters["env_steps"] // k > steps_before // k:
                 report = learn(args, agent, target, optimizers, replay, storage, rng, device)
                 reports.append(report)
                 counters["updates"] += 1
@@ -784,7 +809,8 @@ def train(args, run_folder, checkpoint=None):
         if bar is not None:
             bar.close()
         writer.close()
-        env.close()
+        for env in players:
+            env.close()
 
 
 def describe(row):
@@ -829,10 +855,10 @@ def write_video(args, agent, split, device, goal, path):
 
 AT_LEAST_1 = (
     "warmup batch_size goal_batch_size hidden_size target_update_interval replay_size goal_storage_size "
-    "env_steps_per_update episodes eval_every"
+    "n_step num_envs env_steps_per_update episodes eval_every"
 ).split()
 STORED = ("replay_frames.bin", "replay_steps.bin", "goal_states.bin")
-FIXED = "task gdan aux seed hidden_size replay_size goal_storage_size policy concat_query fixed_goal".split()
+FIXED = "task gdan aux seed hidden_size replay_size goal_storage_size num_envs policy concat_query fixed_goal".split()
 
 
 def main():
@@ -853,6 +879,8 @@ def main():
     for name in AT_LEAST_1:
         if getattr(args, name) < 1:
             raise SystemExit(f"--{name.replace('_', '-')} must be at least 1")
+    if args.num_envs > args.env_steps_per_update:
+        raise SystemExit(f"--env-steps-per-update {args.env_steps_per_update} needs --num-envs of at most as many")
     if args.cuda and not torch.cuda.is_available():
         raise SystemExit("--cuda: PyTorch sees no GPU here; use --no-cuda")
     if args.track:
