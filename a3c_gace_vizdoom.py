@@ -825,7 +825,7 @@ def train(args, run_folder, checkpoint=None):
                 now_at = {name.split("/")[1]: number for name, number in summarise(recent).items()}
                 accuracy = now_at.get("discriminator_accuracy", float("nan"))
                 bar.set_postfix_str(
-                    f"success {now_at['success_ratio']:.1%}, discriminator {accuracy:.1%}", refresh=False
+                    f"success {now_at['success_ratio']:.1%}{percent(', discriminator', accuracy)}", refresh=False
                 )
                 bar.update(done - bar.n)
             if now - saved > args.checkpoint_every:
@@ -851,9 +851,14 @@ def train(args, run_folder, checkpoint=None):
 
 def describe(row):
     return (
-        f"update {row['update']:,}, {row['split']}: success {row['success_ratio']:.1%}, discriminator accuracy "
-        f"{row['discriminator_accuracy']:.1%}, length {row['episode_length']:.1f}, return {row['episode_return']:.2f}"
+        f"update {row['update']:,}, {row['split']}: success {row['success_ratio']:.1%}"
+        f"{percent(', discriminator accuracy', row['discriminator_accuracy'])}, length {row['episode_length']:.1f}, "
+        f"return {row['episode_return']:.2f}"
     )
+
+
+def percent(name, number):
+    return "" if np.isnan(number) else f"{name} {number:.1%}"  # there may be no discriminator, or no success to name
 
 
 def evaluate_checkpoint(args):

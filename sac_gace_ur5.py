@@ -797,7 +797,7 @@ def train(args, run_folder, checkpoint=None):
                 bar.set_description("warm-up" if warming_up else "training", refresh=False)
                 success = np.mean([e["charts/success_ratio"] for e in recent]) if recent else float("nan")
                 accuracy = report.get("charts/discriminator_accuracy", float("nan"))
-                bar.set_postfix_str(f"success {success:.1%}, discriminator {accuracy:.1%}", refresh=False)
+                bar.set_postfix_str(f"success {success:.1%}{percent(', discriminator', accuracy)}", refresh=False)
                 bar.update(counters["env_steps" if warming_up else "updates"] - bar.n)
             if now - saved > args.checkpoint_every:
                 save()
@@ -815,9 +815,14 @@ def train(args, run_folder, checkpoint=None):
 
 def describe(row):
     return (
-        f"update {row['update']:,}, {row['split']}: success {row['success_ratio']:.1%}, discriminator accuracy "
-        f"{row['discriminator_accuracy']:.1%}, length {row['episode_length']:.1f}, return {row['episode_return']:.2f}"
+        f"update {row['update']:,}, {row['split']}: success {row['success_ratio']:.1%}"
+        f"{percent(', discriminator accuracy', row['discriminator_accuracy'])}, length {row['episode_length']:.1f}, "
+        f"return {row['episode_return']:.2f}"
     )
+
+
+def percent(name, number):
+    return "" if np.isnan(number) else f"{name} {number:.1%}"  # there may be no discriminator, or no success to name
 
 
 def evaluate_checkpoint(args):

@@ -213,6 +213,8 @@ def draw(picture, maps, scales, objects, goal, caption):
             x, y, radius = place
             colour = "yellow" if index == goal else "lime"
             pen.ellipse((x - radius, y - radius, x + radius, y + radius), outline=colour, width=4)
+    if pen.textlength(caption, font_size=22) > picture.width - 20:  # the six numbers of an arm's action
+        caption = caption.replace(": ", "\n")
     pen.text((10, 6), caption, fill="white", font_size=22, stroke_width=2, stroke_fill="black")
     return drawn
 
@@ -267,7 +269,7 @@ def main():
     gap = 4  # between the frames, in pixels
     sheet = Image.new("RGB", (args.frames * (width + gap) - gap, len(rows) * (height + gap) - gap), "white")
     for r, row in enumerate(rows):
-        for c, index in enumerate(np.linspace(0, len(row) - 1, args.frames).round().astype(int)):
+        for c, index in enumerate(np.unique(np.linspace(0, len(row) - 1, args.frames).round().astype(int))):
             sheet.paste(row[index], (c * (width + gap), r * (height + gap)))
     out = args.out or args.checkpoint.with_name(f"{args.checkpoint.stem}_saliency_{args.split}")
     png, gif = out.with_name(out.name + ".png"), out.with_name(out.name + ".gif")
