@@ -741,7 +741,7 @@ def train(args, run_folder, checkpoint=None):
             rows = [row for row in csv.DictReader(file) if int(row["update"]) <= shared.updates.value]
     with open(metrics_path, "w", newline="") as file:
         csv.writer(file).writerows([METRICS, *([row[name] for name in METRICS] for row in rows)])
-    writer = SummaryWriter(run_folder, purge_step=shared.updates.value or None)
+    writer = SummaryWriter(run_folder, purge_step=shared.updates.value + 1 if checkpoint else None)
     writer.add_text(
         "hyperparameters", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in asdict(args).items())
     )

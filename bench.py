@@ -173,9 +173,10 @@ def bench_training(task, seconds):
             checkpoint["goal_count"] = 100_000
             os.truncate(run_folder / "goal_states.bin", 100_000 * a3c.GoalStorage.record_bytes)
         else:
-            checkpoint["counters"] |= {"replay": 500_000, "goals": 500_000, "episode_steps": [0] * 8}
+            num_envs = checkpoint["args"]["num_envs"]
+            checkpoint["counters"] |= {"replay": 500_000, "goals": 500_000, "episode_steps": [0] * num_envs}
             os.truncate(run_folder / "goal_states.bin", 500_000 * sac.GoalStorage.record_bytes)
-            sac.ReplayBuffer(run_folder, 500_000, 8).steps["usable"] = True
+            sac.ReplayBuffer(run_folder, 500_000, num_envs).steps["usable"] = True
         torch.save(checkpoint, run_folder / "checkpoint.pt")
         full_speed, full_memory, checkpoint = run_training(script, ["--resume", str(run_folder)], folder, seconds)
 

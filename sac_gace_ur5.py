@@ -6,7 +6,7 @@ Paper: "Goal-Aware Cross-Entropy for Multi-Target Reinforcement Learning" (NeurI
     python sac_gace_ur5.py --task r1 --aux none                   # train a baseline: none, ae or curl
     python sac_gace_ur5.py --evaluate runs/RUN/checkpoint.pt --capture-video
 
-One process: it steps the environment, stores every frame once in a file, and learns from random batches of them.
+One process: it steps the environments in turn, stores every frame once in a file, and learns from random batches.
 """
 
 import copy
@@ -52,7 +52,7 @@ class Args:
 
     # The paper's table of hyperparameters
     warmup: int = 50_000
-    """environment steps with a random policy before the first update (paper: 10,000, with about 5 successes a box)"""
+    """environment steps with a random policy before the first update (paper: 10,000, about 4 successes a box)"""
     epsilon_n: float = 0.05
     """probability to store the last state of an episode that reached nothing, as a class of its own (warm-up: 1)"""
     tau: float = 0.005
@@ -287,8 +287,9 @@ class Agent(nn.Module):
 
 class ReplayBuffer:
     """Every frame once, in memory-mapped files: they may outgrow the memory, take up disk only as they fill, and stay
-    when the process is killed. The environments take turns, so that a step's next frame is as many records on as there
-    are environments; an episode ends in a frame without one."""
+    when the process is killed (but what a full ring overwrote since the last checkpoint is overwritten). The
+    environments take turns, so that a step's next frame is as many records on as there are environments; an episode
+    ends in a frame without one."""
 
     step = np.dtype([("action", "f4", 6), ("reward", "f4"), ("goal", "u1"), ("terminal", "?"), ("usable", "?")])
 
@@ -376,7 +377,8 @@ def critic_target(returns, discounts, next_values, next_log_probs, entropy_coef)
     """What both Q-functions should say: the rewards of the next steps and the discounted soft value of the state after
     them. With one step, as in Algorithm 1, the value of a goal state comes back by one step in the 200 updates that the
     target networks take to follow, and an arm that hovers beside a box is told as slowly that it gets nothing there.
-    Running out of time does not end the sum at 0: the state says nothing of the time that is left."""
+    Running out of time does not end the sum at 0: the state says nothing of the time that is left. Of the gaussian
+    policy's entropy, that of the last state counts, not that of the steps between."""
     return returns + discounts * (next_values - entropy_coef * next_log_probs)
 
 
@@ -457,15 +459,14 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
         goal_logits = agent.goal_discriminator(goal_features)
         report["losses/gace"] = auxiliary = gace_loss(goal_logits, goal_labels)
         report["charts/discriminator_accuracy"] = (goal_logits.argmax(-1) == goal_labels).float().mean()
-        loss = loss + args.eta * auxiliary  # Eq. 9
     elif args.aux == "ae":
         report["losses/ae"] = auxiliary = ae_loss(agent.decoder, features, images)
-        loss = loss + args.eta * auxiliary
     elif args.aux == "curl":
         with torch.no_grad():
             keys = target.feature_extractor(other_images)
         report["losses/curl"] = auxiliary = curl_loss(features, keys, agent.contrast)
-        loss = loss + args.eta * auxiliary
+    if args.aux != "none":
+        loss = loss + args.eta * auxiliary  # Eq. 9
     check_finite(loss)
     optimizers["critic"].zero_grad()
     loss.backward()
@@ -482,13 +483,14 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
     actor.backward()
     optimizers["actor"].step()
     agent.critic.requires_grad_(True)
+    check_finite(sum(parameter.detach().sum() for parameter in agent.parameters()))
     report |= {"losses/actor": actor, "charts/action_size": new_actions.abs().mean()}
     return {name: float(number.detach()) for name, number in report.items()}
 
 
-def check_finite(loss):
-    if not torch.isfinite(loss):
-        raise FloatingPointError(f"the loss is not finite: {loss.item()}")
+def check_finite(number):
+    if not torch.isfinite(number):
+        raise FloatingPointError(f"a loss or a parameter is not finite: {number.item()}")
 
 
 @torch.no_grad()
@@ -659,7 +661,7 @@ def train(args, run_folder, checkpoint=None):
             rows = [row for row in csv.DictReader(file) if int(row["update"]) <= counters["updates"]]
     with open(metrics_path, "w", newline="") as file:
         csv.writer(file).writerows([METRICS, *([row[name] for name in METRICS] for row in rows)])
-    writer = SummaryWriter(run_folder, purge_step=counters["updates"] or None)
+    writer = SummaryWriter(run_folder, purge_step=counters["updates"] + 1 if checkpoint else None)
     writer.add_text(
         "hyperparameters", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in asdict(args).items())
     )
@@ -716,24 +718,23 @@ def train(args, run_folder, checkpoint=None):
         counters["episodes"] += 1
         return reset(i)
 
+    over = [False] * args.num_envs
     if checkpoint:  # an episode is a function of its seed and its actions: those under way are played again
-        observations, over = [reset(i) for i in range(args.num_envs)], [False] * args.num_envs
+        observations = [reset(i) for i in range(args.num_envs)]
         for i, steps in enumerate(counters["episode_steps"]):
             first = counters["replay"] + i - steps * args.num_envs
             for record in range(first, counters["replay"], args.num_envs):
                 observations[i], _, *ends, _ = players[i].step(replay.steps["action"][record % args.replay_size])
                 over[i] = any(ends)
     else:
-        observations, over = [begin_episode(i) for i in range(args.num_envs)], [False] * args.num_envs
-    if not checkpoint:
+        observations = [begin_episode(i) for i in range(args.num_envs)]
         save()
     saved = shown = time.monotonic()
     window, reports, report, recent, bar = [], [], {}, deque(maxlen=200), None
     try:
         evaluate_if_due()
         while counters["updates"] < args.total_updates and not signals:
-            # The paper gives no unit. Goal states, as in navigation, would be half a million random steps, among which
-            # the few successes are too rare in a batch to learn from.
+            # The paper gives no unit; 10,000 goal states, as navigation counts, would be half a million random steps.
             warming_up = counters["env_steps"] < args.warmup or (args.aux == "gace" and not len(storage))
             if warming_up:
                 actions = rng.uniform(-1, 1, (args.num_envs, 6)).astype(np.float32)
@@ -879,13 +880,20 @@ def main():
         raise SystemExit(f"--gdan needs the goal-discriminator, which --aux {args.aux} does not train: use --aux gace")
     if args.concat_query and not args.gdan:
         raise SystemExit("--concat-query replaces the attention of GDAN: add --gdan")
+    args.fixed_goal = args.fixed_goal and args.fixed_goal.lower()
     if args.fixed_goal and args.fixed_goal not in goals_of(args.task):
         raise SystemExit(f"unknown goal {args.fixed_goal!r}; use one of {', '.join(goals_of(args.task))}")
     for name in AT_LEAST_1:
         if getattr(args, name) < 1:
             raise SystemExit(f"--{name.replace('_', '-')} must be at least 1")
+    for name in ("seed", "learning_rate", "exploration_noise"):
+        if not 0 <= getattr(args, name) < float("inf"):
+            raise SystemExit(f"--{name.replace('_', '-')} must be a number of at least 0")
     if args.num_envs > args.env_steps_per_update:
-        raise SystemExit(f"--env-steps-per-update {args.env_steps_per_update} needs --num-envs of at most as many")
+        raise SystemExit(f"{args.num_envs} environments need an --env-steps-per-update of at least {args.num_envs}")
+    episodes_under_way = args.num_envs * (envs.UR5Env.max_steps + 1)
+    if args.replay_size < episodes_under_way:
+        raise SystemExit(f"{args.num_envs} environments need a --replay-size of at least {episodes_under_way}")
     if args.cuda and not torch.cuda.is_available():
         raise SystemExit("--cuda: PyTorch sees no GPU here; use --no-cuda")
     if args.track:

@@ -50,7 +50,7 @@ def test_gace_loss_is_equation_8():
 
 def test_attention_is_equations_10_and_11():
     conditioning = make_agent(gdan=True).actor.conditioning
-    features, query, goals = torch.randn(2, 256).relu(), torch.randn(2, 256).relu(), torch.tensor([0, 2])
+    features, query, goals = torch.randn(2, 256).tanh(), torch.randn(2, 256).relu(), torch.tensor([0, 2])
 
     def linear(layer, x):
         return x @ layer.weight.T + layer.bias
@@ -68,13 +68,13 @@ def test_attention_is_equations_10_and_11():
 def test_concatenated_query_replaces_the_attention():
     conditioning = make_agent(gdan=True, concat_query=True).critic.conditioning
     assert not hasattr(conditioning, "w_q")
-    features, goals = torch.randn(2, 256).relu(), torch.tensor([0, 2])
+    features, goals = torch.randn(2, 256).tanh(), torch.tensor([0, 2])
     outputs = [conditioning(features, query, goals) for query in (torch.zeros(2, 256), torch.ones(2, 256))]
     assert not torch.allclose(*outputs)
 
 
 def test_policies():
-    features, query, goals = torch.randn(64, 256).relu(), torch.randn(64, 256), torch.zeros(64, dtype=torch.long)
+    features, query, goals = torch.randn(64, 256).tanh(), torch.randn(64, 256), torch.zeros(64, dtype=torch.long)
     actor = make_agent(exploration_noise=0.2).actor
     quiet, *_ = actor(features, query, goals, explore=False)
     noisy, log_probs, _ = actor(features, query, goals)
@@ -351,7 +351,7 @@ def test_auto_labelling(tmp_path, monkeypatch):
 
 def test_resumed_run_is_the_same_as_an_uninterrupted_one(tmp_path):
     arguments = [*TINY, "--gdan", "--total-updates", "40", "--eval-every", "15", "--checkpoint-every", "0.2"]
-    arguments += ["--num-envs", "3", "--env-steps-per-update", "6"]
+    arguments += ["--num-envs", "3", "--env-steps-per-update", "6", "--replay-size", "160"]  # goes round twice
     folders = [tmp_path / name for name in ("whole", "interrupted")]
     for folder in folders:
         folder.mkdir()
@@ -370,6 +370,30 @@ def test_resumed_run_is_the_same_as_an_uninterrupted_one(tmp_path):
         assert all(torch.equal(ours[part][name], theirs[part][name]) for name in ours[part])
     keep = ("update", "env_steps", "split", "success_ratio", "episode_return")
     assert [[row[k] for k in keep] for row in interrupted.rows()] == [[row[k] for k in keep] for row in whole.rows()]
+
+
+def test_resumed_between_the_end_of_an_episode_and_its_last_frame(tmp_path, monkeypatch):
+    def run(folder, *arguments):
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        call(sac, monkeypatch, *arguments)
+        (run_folder,) = Path("runs").iterdir()
+        return run_folder, torch.load(run_folder / "checkpoint.pt")
+
+    def learn_and_stop(*args, learn=sac.learn):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return learn(*args)
+
+    arguments = [*TINY, "--aux", "none", "--warmup", 147, "--num-envs", 3, "--env-steps-per-update", 3]
+    _, whole = run(tmp_path / "whole", *arguments)
+    with monkeypatch.context() as patch:
+        patch.setattr(sac, "learn", learn_and_stop)
+        run_folder, stopped = run(tmp_path / "interrupted", *arguments)
+    counters = stopped["counters"]
+    assert (counters["updates"], counters["episode_steps"], counters["replay"]) == (1, [50] * 3, 150)
+    _, resumed = run(tmp_path / "interrupted", "--resume", run_folder)
+    assert whole["counters"] == resumed["counters"] and whole["counters"]["updates"] == 6
+    assert all(torch.equal(whole["agent"][name], resumed["agent"][name]) for name in whole["agent"])
 
 
 @pytest.mark.parametrize("how", ["SIGINT", "SIGKILL"])
@@ -391,7 +415,7 @@ def test_interrupted_run_goes_on(how, tmp_path):
 
 def test_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path):
     run = start(tmp_path, *TINY, "--gamma", "nan")
-    assert run.wait() != 0 and "the loss is not finite" in run.output.splitlines()[-1]
+    assert run.wait() != 0 and "a loss or a parameter is not finite" in run.output.splitlines()[-1]
     agent = torch.load(run.run_folder / "checkpoint.pt")["agent"]
     assert all(torch.isfinite(tensor).all() for tensor in agent.values())
 
@@ -409,6 +433,10 @@ def test_bad_input_is_answered_in_a_line_or_two(tmp_path, monkeypatch):
         (["--evaluate", "foreign.pt"], "foreign.pt is not a whole checkpoint"),
         (["--resume", "nowhere"], "nowhere/checkpoint.pt does not exist"),
         (["--goal-batch-size", "0"], "--goal-batch-size must be at least 1"),
+        (["--env-steps-per-update", "4"], "8 environments need an --env-steps-per-update of at least 8"),
+        (["--replay-size", "100"], "8 environments need a --replay-size of at least 408"),
+        (["--seed", "-1"], "--seed must be"),
+        (["--exploration-noise", "nan"], "--exploration-noise must be"),
         (["--replay-size", "1000000000000", "--total-updates", "1000000000000"], "use a --replay-size of at most"),
     ]:
         with pytest.raises(SystemExit, match=expected) as answer:
