@@ -572,7 +572,7 @@ def worker(index, args, run_folder, shared, reports, evaluations):
                     parameters.grad = gradient.to("cpu")
                     adam.param_groups[0]["lr"] = args.learning_rate * min(1, update / max(1, args.learning_rate_warmup))
                     adam.step()
-                    if update % args.eval_every == 0 or update == args.total_updates:
+                    if update % args.eval_every == 0:
                         evaluations.put(evaluation_job(shared, update, splits_of(args.task)))
                 with shared.env_steps.get_lock():
                     shared.env_steps.value += len(episode.rewards)
@@ -747,7 +747,7 @@ def train(args, run_folder, checkpoint=None):
     )
 
     reports, evaluations = context.Queue(), context.Queue()
-    updates = shared.updates.value
+    updates = updates_before = shared.updates.value
     last = {split: max((int(r["update"]) for r in rows if r["split"] == split), default=0) for split in splits}
     lost = [s for s in splits if updates // args.eval_every > last[s] // args.eval_every]
     if updates == args.total_updates:
@@ -788,6 +788,8 @@ def train(args, run_folder, checkpoint=None):
             except queue.Empty:
                 report = {}
                 if not finished and not any(process.is_alive() for process in workers):
+                    if updates_before < args.total_updates and args.total_updates % args.eval_every:
+                        evaluations.put(evaluation_job(shared, shared.updates.value, splits))
                     evaluations.put(None)  # the evaluator ends after the evaluations it still has
                     finished = True
                 if finished and not evaluating.is_alive():
