@@ -86,7 +86,7 @@ class Args:
     action_penalty: float = 1e-3
     """weight of the squared action before the tanh in the actor's loss; without it actions stick to their limits"""
     n_step: int = 5
-    """rewards summed in the critic's target before it asks for the next value (SAC and Algorithm 1: 1)"""
+    """rewards summed in the critic's target before it asks for the next value (SAC: 1)"""
     num_envs: int = 8
     """environments that act in one batch, at most --env-steps-per-update"""
     env_steps_per_update: int = 32
@@ -375,7 +375,7 @@ class GoalStorage:
 
 def critic_target(returns, discounts, next_values, next_log_probs, entropy_coef):
     """What both Q-functions should say: the rewards of the next steps and the discounted soft value of the state after
-    them. With one step, as in Algorithm 1, the value of a goal state comes back by one step in the 200 updates that the
+    them. With one step, as in SAC, the value of a goal state comes back by one step in the 200 updates that the
     target networks take to follow, and an arm that hovers beside a box is told as slowly that it gets nothing there.
     Running out of time does not end the sum at 0: the state says nothing of the time that is left. Of the gaussian
     policy's entropy, that of the last state counts, not that of the steps between."""
@@ -628,14 +628,13 @@ def train(args, run_folder, checkpoint=None):
     rng = np.random.default_rng(args.seed)
     agent = Agent(args, len(goals_of(args.task))).to(device).eval()
     target = copy.deepcopy(agent).requires_grad_(False)
-    actor_parameters = list(agent.actor.parameters())
-    decoder_parameters = list(agent.decoder.parameters()) if agent.decoder else []
-    apart = {id(p) for p in (*actor_parameters, *decoder_parameters)}
-    rest = [p for p in agent.parameters() if id(p) not in apart]
-    groups = [{"params": rest}, {"params": decoder_parameters, "weight_decay": 1e-7}]
+    rest = [p for name, p in agent.named_parameters() if not name.startswith(("actor.", "decoder."))]
+    groups = [{"params": rest}]
+    if agent.decoder:
+        groups.append({"params": agent.decoder.parameters(), "weight_decay": 1e-7})
     optimizers = {
-        "critic": torch.optim.Adam(groups if decoder_parameters else rest, args.learning_rate, fused=True),
-        "actor": torch.optim.Adam(actor_parameters, args.learning_rate, fused=True),
+        "critic": torch.optim.Adam(groups, args.learning_rate, fused=True),
+        "actor": torch.optim.Adam(agent.actor.parameters(), args.learning_rate, fused=True),
     }
     counters = dict.fromkeys("updates env_steps episodes replay goals".split(), 0)
     counters |= {"episode": [0] * args.num_envs, "episode_steps": [0] * args.num_envs}  # what each environment plays
@@ -788,18 +787,17 @@ def train(args, run_folder, checkpoint=None):
 
             now = time.monotonic()
             if now - shown > 0.5:
-                shown = now
+                shown, done = now, counters["env_steps" if warming_up else "updates"]
                 if bar is None or (not warming_up and bar.unit == " steps"):
                     if bar is not None:
                         bar.close()
                     unit, total = (" steps", args.warmup) if warming_up else (" updates", args.total_updates)
-                    done = counters["env_steps" if warming_up else "updates"]
                     bar = tqdm(total=total, initial=done, unit=unit, dynamic_ncols=True)
                 bar.set_description("warm-up" if warming_up else "training", refresh=False)
                 success = np.mean([e["charts/success_ratio"] for e in recent]) if recent else float("nan")
                 accuracy = report.get("charts/discriminator_accuracy", float("nan"))
                 bar.set_postfix_str(f"success {success:.1%}{percent(', discriminator', accuracy)}", refresh=False)
-                bar.update(counters["env_steps" if warming_up else "updates"] - bar.n)
+                bar.update(done - bar.n)
             if now - saved > args.checkpoint_every:
                 save()
                 saved = now

@@ -174,6 +174,14 @@ def test_target_follows_parameters_and_normalisation():
     assert all(torch.allclose(new - old, torch.tensor(0.25), atol=1e-5) for new, old in zip(after, before, strict=True))
 
 
+def test_parameters_that_are_not_finite_stop_the_run(stored):
+    agent, target = make_agent(), make_agent().requires_grad_(False)
+    optimizers = {"critic": torch.optim.Adam(agent.critic.parameters(), 1e-4)}
+    optimizers["actor"] = torch.optim.Adam(agent.actor.parameters(), float("inf"))  # after a loss that is finite
+    with pytest.raises(FloatingPointError, match="parameter is not finite"):
+        sac.learn(sac.Args(cuda=False), agent, target, optimizers, *stored, np.random.default_rng(0), "cpu")
+
+
 # -------------------------------------------------------------------------------------------------------------- storage
 
 
@@ -336,17 +344,21 @@ def test_auto_labelling(tmp_path, monkeypatch):
     replay = sac.ReplayBuffer(run_folder, 5000, 8, counters["replay"])
     storage = sac.GoalStorage(run_folder / "goal_states.bin", 500_000, counters["goals"])
     records = np.fromfile(run_folder / "goal_states.bin", np.uint8).reshape(-1, storage.record_bytes)
-    expected, outcomes = [], []
-    for end in np.flatnonzero(~replay.steps["usable"][: replay.count]):
+    expected, outcomes = [], []  # label and frame; an episode that has just ended has not had its turn to store a frame
+    for end in range(8, replay.count + 8):
         before = replay.steps[end - 8]
-        assert before["goal"] == 1
+        frame = replay.frames[end] if end < replay.count else None
+        if not before["usable"] or not (before["terminal"] or before["reward"] < -0.05):  # goes on
+            continue
+        assert before["goal"] == 1 and (frame is None or not replay.steps["usable"][end])
         outcomes.append("success" if before["reward"] > 0.5 else "other box" if before["terminal"] else "time-out")
         if outcomes[-1] != "other box":
-            expected.append((1 if outcomes[-1] == "success" else 3, replay.frames[end]))
+            expected.append((1 if outcomes[-1] == "success" else 3, frame))
+    assert len(outcomes) >= (~replay.steps["usable"][: replay.count]).sum()
     assert set(outcomes) == {"success", "other box", "time-out"}
-    assert 40 < len(expected) <= len(records) < len(expected) + 8  # some may not have had their turn to store a frame
-    for record, (label, frame) in zip(records, expected, strict=False):
-        assert record[-1] == label and np.array_equal(record[:-1], frame.ravel())
+    assert len(records) == len(expected) > 40
+    for record, (label, frame) in zip(records, expected, strict=True):
+        assert record[-1] == label and (frame is None or np.array_equal(record[:-1], frame.ravel()))
 
 
 def test_resumed_run_is_the_same_as_an_uninterrupted_one(tmp_path):
