@@ -269,8 +269,7 @@ class GoalStorage:
     """Goal states with their automatic labels, shared by all workers: a ring of fixed records in a file, so that it
     costs a worker no memory, grows on disk only as it fills, and survives with the run."""
 
-    state_shape = (42, 42, 16)  # channels last: as the convolutions of the batch want it
-    record_bytes = 42 * 42 * 16 + 1  # a state and its label
+    record_bytes = 16 * 42 * 42 + 1  # a state and its label
 
     def __init__(self, path, capacity, count):
         self.file = os.open(path, os.O_RDWR | os.O_CREAT)
@@ -283,7 +282,7 @@ class GoalStorage:
     def add(self, state, label):
         with self.count.get_lock():
             slot = self.count.value % self.capacity
-            os.pwrite(self.file, state.transpose(1, 2, 0).tobytes() + bytes([label]), slot * self.record_bytes)
+            os.pwrite(self.file, state.tobytes() + bytes([label]), slot * self.record_bytes)
             self.count.value += 1
 
     def sample(self, batch_size, rng):
@@ -292,7 +291,7 @@ class GoalStorage:
             os.pread(self.file, self.record_bytes, slot * self.record_bytes) for slot in slots.tolist()
         )
         records = torch.frombuffer(records, dtype=torch.uint8).view(batch_size, self.record_bytes)
-        return records[:, :-1].view(-1, *self.state_shape).permute(0, 3, 1, 2), records[:, -1].long()
+        return records[:, :-1].view(-1, 16, 42, 42), records[:, -1].long()
 
 
 # -------------------------------------------------------------------------------------------------------------- losses
@@ -726,129 +725,49 @@ def summarise(reports):
     return means
 
 
-def train(args, run_folder, checkpoint=None):
-    context = mp.get_context("spawn")
-    torch.manual_seed(args.seed)
-    shared = Shared(Agent(args), args.num_workers, context)
-    seconds_before = 0.0
-    if checkpoint:
-        shared.load(checkpoint)
-        seconds_before = checkpoint["seconds"]
-    metrics_path, splits = run_folder / "metrics.csv", splits_of(args.task)
-    rows = []
-    if metrics_path.exists():  # rows after the checkpoint belong to updates that were lost
-        with open(metrics_path) as file:
-            rows = [row for row in csv.DictReader(file) if int(row["update"]) <= shared.updates.value]
-    with open(metrics_path, "w", newline="") as file:
-        csv.writer(file).writerows([METRICS, *([row[name] for name in METRICS] for row in rows)])
-    writer = SummaryWriter(run_folder, purge_step=shared.updates.value + 1 if checkpoint else None)
-    writer.add_text(
-        "hyperparameters", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in asdict(args).items())
-    )
+class Log:
+    """A run's metrics.csv, TensorBoard and progress bar. A resumed run drops what came after its checkpoint."""
 
-    reports, evaluations = context.Queue(), context.Queue()
-    updates = updates_before = shared.updates.value
-    last = {split: max((int(r["update"]) for r in rows if r["split"] == split), default=0) for split in splits}
-    lost = [s for s in splits if updates // args.eval_every > last[s] // args.eval_every]
-    if updates == args.total_updates:
-        lost = [s for s in splits if last[s] < updates]
-    if lost:  # to an interruption
-        evaluations.put(evaluation_job(shared, updates, lost))
-    workers = [
-        context.Process(target=worker, args=(index, args, run_folder, shared, reports, evaluations), daemon=True)
-        for index in range(args.num_workers)
-    ]
-    evaluating = context.Process(target=evaluator, args=(args, shared, reports, evaluations), daemon=True)
-    for process in (*workers, evaluating):
-        process.start()
-    signals = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda received, frame: signals.append(received))
+    def __init__(self, args, run_folder, updates, seconds):
+        self.started = time.monotonic() - seconds
+        self.path = run_folder / "metrics.csv"
+        self.rows = []
+        if self.path.exists():
+            with open(self.path) as file:
+                self.rows = [row for row in csv.DictReader(file) if int(row["update"]) <= updates]
+        with open(self.path, "w", newline="") as file:
+            csv.writer(file).writerows([METRICS, *([row[name] for name in METRICS] for row in self.rows)])
+        self.writer = SummaryWriter(run_folder, purge_step=updates + 1 if updates else None)
+        table = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
+        self.writer.add_text("hyperparameters", f"|name|value|\n|-|-|\n{table}")
+        self.bar = None
 
-    started = time.monotonic()
-    saved = shown = started
-    window, recent, error, finished = [], deque(maxlen=500), None, False
-    bar = None
+    def seconds(self):
+        return time.monotonic() - self.started
 
-    def log(window):
-        for name, number in summarise(window).items():
-            writer.add_scalar(name, number, shared.updates.value)
-        window.clear()
+    def evaluation(self, row):
+        row["seconds"] = round(self.seconds(), 1)
+        with open(self.path, "a", newline="") as file:
+            csv.writer(file).writerow([row[name] for name in METRICS])
+        self.scalars({f"evaluation/{row['split']}_{name}": row[name] for name in METRICS[4:]}, row["update"])
+        tqdm.write(describe(row), file=sys.stdout)
 
-    def save():
-        seconds = seconds_before + time.monotonic() - started
-        arguments = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(args).items()}
-        save_atomically(run_folder / "checkpoint.pt", {**shared.state(), "seconds": seconds, "args": arguments})
+    def scalars(self, numbers, update):
+        for name, number in numbers.items():
+            self.writer.add_scalar(name, number, update)
 
-    try:
-        save()
-        while not signals and not error:
-            try:
-                report = reports.get(timeout=0.2)
-            except queue.Empty:
-                report = {}
-                if not finished and not any(process.is_alive() for process in workers):
-                    if updates_before < args.total_updates and args.total_updates % args.eval_every:
-                        evaluations.put(evaluation_job(shared, shared.updates.value, splits))
-                    evaluations.put(None)  # the evaluator ends after the evaluations it still has
-                    finished = True
-                if finished and not evaluating.is_alive():
-                    break
-            killed = [process for process in (*workers, evaluating) if process.exitcode not in (None, 0)]
-            if "error" in report:
-                error = report["error"]
-            elif killed and not signals:
-                error = f"{killed[0].name} was killed (exit code {killed[0].exitcode})"
-            elif "evaluation" in report:
-                row = report["evaluation"]
-                row["seconds"] = round(seconds_before + time.monotonic() - started, 1)
-                with open(metrics_path, "a", newline="") as file:
-                    csv.writer(file).writerow([row[name] for name in METRICS])
-                for name in METRICS[4:]:
-                    writer.add_scalar(f"evaluation/{row['split']}_{name}", row[name], row["update"])
-                tqdm.write(describe(row), file=sys.stdout)
-            elif report:
-                window.append(report)
-                recent.append(report)
-            if len(window) == 1000:
-                log(window)
+    def progress(self, phase, unit, done, total, success, accuracy):
+        if self.bar is None or self.bar.unit != unit:
+            if self.bar is not None:
+                self.bar.close()
+            self.bar = tqdm(desc=phase, total=total, initial=done, unit=unit, dynamic_ncols=True)
+        self.bar.set_postfix_str(f"success {success:.1%}{percent(', discriminator', accuracy)}", refresh=False)
+        self.bar.update(done - self.bar.n)
 
-            now = time.monotonic()
-            if now - shown > 0.5 and recent:
-                shown, updates = now, shared.updates.value
-                warming_up = updates == 0 and args.aux == "gace"
-                done = min(shared.goal_count.value, args.warmup) if warming_up else updates
-                if bar is None or (not warming_up and bar.unit == " goal states"):
-                    if bar is not None:
-                        bar.close()
-                    unit, total = (" goal states", args.warmup) if warming_up else (" updates", args.total_updates)
-                    bar = tqdm(total=total, initial=done, unit=unit, dynamic_ncols=True)
-                bar.set_description("warm-up" if warming_up else "training", refresh=False)
-                now_at = {name.split("/")[1]: number for name, number in summarise(recent).items()}
-                accuracy = now_at.get("discriminator_accuracy", float("nan"))
-                bar.set_postfix_str(
-                    f"success {now_at['success_ratio']:.1%}{percent(', discriminator', accuracy)}", refresh=False
-                )
-                bar.update(done - bar.n)
-            if now - saved > args.checkpoint_every:
-                save()
-                saved = now
-    finally:
-        shared.stop.set()
-        shared.abort.set()
-        deadline = time.monotonic() + 5
-        for process in (*workers, evaluating):
-            process.join(timeout=max(0, deadline - time.monotonic()))
-            process.kill()
-        if not error:  # after an error, the last good checkpoint stays
-            save()
-        if bar is not None:
-            bar.close()
-        if window:
-            log(window)
-        writer.close()
-    if error:
-        raise SystemExit(error)
+    def close(self):
+        if self.bar is not None:
+            self.bar.close()
+        self.writer.close()
 
 
 def describe(row):
@@ -861,6 +780,99 @@ def describe(row):
 
 def percent(name, number):
     return "" if np.isnan(number) else f"{name} {number:.1%}"  # there may be no discriminator, or no success to name
+
+
+def lost_evaluations(args, updates, rows):
+    """The splits whose last evaluation an interruption has cost the run."""
+    last = dict.fromkeys(splits_of(args.task), 0) | {row["split"]: int(row["update"]) for row in rows}
+    if updates == args.total_updates:
+        return [split for split in last if last[split] < updates]
+    return [split for split in last if last[split] // args.eval_every < updates // args.eval_every]
+
+
+def train(args, run_folder, checkpoint=None):
+    context = mp.get_context("spawn")
+    torch.manual_seed(args.seed)
+    shared = Shared(Agent(args), args.num_workers, context)
+    if checkpoint:
+        shared.load(checkpoint)
+    updates_before = shared.updates.value
+    log = Log(args, run_folder, updates_before, checkpoint["seconds"] if checkpoint else 0)
+
+    def save():
+        arguments = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(args).items()}
+        save_atomically(run_folder / "checkpoint.pt", {**shared.state(), "seconds": log.seconds(), "args": arguments})
+
+    signals = []
+    reports, evaluations = context.Queue(), context.Queue()
+    workers = [
+        context.Process(target=worker, args=(index, args, run_folder, shared, reports, evaluations), daemon=True)
+        for index in range(args.num_workers)
+    ]
+    evaluating = context.Process(target=evaluator, args=(args, shared, reports, evaluations), daemon=True)
+    if lost := lost_evaluations(args, updates_before, log.rows):
+        evaluations.put(evaluation_job(shared, updates_before, lost))
+    for process in (*workers, evaluating):
+        process.start()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, frame: signals.append(received))
+
+    saved = shown = time.monotonic()
+    window, recent, error, finished = [], deque(maxlen=500), None, False
+    try:
+        save()
+        while not signals and not error:
+            try:
+                report = reports.get(timeout=0.2)
+            except queue.Empty:
+                report = {}
+                if not finished and not any(process.is_alive() for process in workers):
+                    if updates_before < args.total_updates and args.total_updates % args.eval_every:
+                        evaluations.put(evaluation_job(shared, shared.updates.value, splits_of(args.task)))
+                    evaluations.put(None)  # the evaluator ends after the evaluations it still has
+                    finished = True
+                if finished and not evaluating.is_alive():
+                    break
+            killed = [process for process in (*workers, evaluating) if process.exitcode not in (None, 0)]
+            if "error" in report:
+                error = report["error"]
+            elif killed and not signals:
+                error = f"{killed[0].name} was killed (exit code {killed[0].exitcode})"
+            elif "evaluation" in report:
+                log.evaluation(report["evaluation"])
+            elif report:
+                window.append(report)
+                recent.append(report)
+            if len(window) == 1000:
+                log.scalars(summarise(window), shared.updates.value)
+                window.clear()
+
+            now = time.monotonic()
+            if now - shown > 0.5 and recent:
+                shown, means = now, summarise(recent)
+                success, accuracy = means["charts/success_ratio"], means.get("charts/discriminator_accuracy", np.nan)
+                if args.aux == "gace" and not shared.updates.value:
+                    collected = min(shared.goal_count.value, args.warmup)
+                    log.progress("warm-up", " goal states", collected, args.warmup, success, accuracy)
+                else:
+                    log.progress("training", " updates", shared.updates.value, args.total_updates, success, accuracy)
+            if now - saved > args.checkpoint_every:
+                save()
+                saved = now
+    finally:
+        shared.stop.set()
+        shared.abort.set()
+        deadline = time.monotonic() + 5
+        for process in (*workers, evaluating):
+            process.join(timeout=max(0, deadline - time.monotonic()))
+            process.kill()
+        if not error:  # after an error, the last good checkpoint stays
+            save()
+        if window:
+            log.scalars(summarise(window), shared.updates.value)
+        log.close()
+    if error:
+        raise SystemExit(error)
 
 
 def evaluate_checkpoint(args):
@@ -917,6 +929,9 @@ def main():
     for name in AT_LEAST_1:
         if getattr(args, name) < 1:
             raise SystemExit(f"--{name.replace('_', '-')} must be at least 1")
+    for name in ("seed", "learning_rate"):
+        if not 0 <= getattr(args, name) < float("inf"):
+            raise SystemExit(f"--{name.replace('_', '-')} must be a number of at least 0")
     if args.aux == "gace" and args.goal_storage_size < args.warmup:
         raise SystemExit(f"the warm-up collects {args.warmup} goal states: use a --goal-storage-size of at least that")
     if args.cuda and not torch.cuda.is_available():

@@ -621,6 +621,99 @@ def keep_freed_memory():
         libc.mallopt(M_MMAP_THRESHOLD, 2**29)
 
 
+class Log:
+    """A run's metrics.csv, TensorBoard and progress bar. A resumed run drops what came after its checkpoint."""
+
+    def __init__(self, args, run_folder, updates, seconds):
+        self.started = time.monotonic() - seconds
+        self.path = run_folder / "metrics.csv"
+        self.rows = []
+        if self.path.exists():
+            with open(self.path) as file:
+                self.rows = [row for row in csv.DictReader(file) if int(row["update"]) <= updates]
+        with open(self.path, "w", newline="") as file:
+            csv.writer(file).writerows([METRICS, *([row[name] for name in METRICS] for row in self.rows)])
+        self.writer = SummaryWriter(run_folder, purge_step=updates + 1 if updates else None)
+        table = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
+        self.writer.add_text("hyperparameters", f"|name|value|\n|-|-|\n{table}")
+        self.bar = None
+
+    def seconds(self):
+        return time.monotonic() - self.started
+
+    def evaluation(self, row):
+        row["seconds"] = round(self.seconds(), 1)
+        with open(self.path, "a", newline="") as file:
+            csv.writer(file).writerow([row[name] for name in METRICS])
+        self.scalars({f"evaluation/{row['split']}_{name}": row[name] for name in METRICS[4:]}, row["update"])
+        tqdm.write(describe(row), file=sys.stdout)
+
+    def scalars(self, numbers, update):
+        for name, number in numbers.items():
+            self.writer.add_scalar(name, number, update)
+
+    def progress(self, phase, unit, done, total, success, accuracy):
+        if self.bar is None or self.bar.unit != unit:
+            if self.bar is not None:
+                self.bar.close()
+            self.bar = tqdm(desc=phase, total=total, initial=done, unit=unit, dynamic_ncols=True)
+        self.bar.set_postfix_str(f"success {success:.1%}{percent(', discriminator', accuracy)}", refresh=False)
+        self.bar.update(done - self.bar.n)
+
+    def close(self):
+        if self.bar is not None:
+            self.bar.close()
+        self.writer.close()
+
+
+def describe(row):
+    return (
+        f"update {row['update']:,}, {row['split']}: success {row['success_ratio']:.1%}"
+        f"{percent(', discriminator accuracy', row['discriminator_accuracy'])}, length {row['episode_length']:.1f}, "
+        f"return {row['episode_return']:.2f}"
+    )
+
+
+def percent(name, number):
+    return "" if np.isnan(number) else f"{name} {number:.1%}"  # there may be no discriminator, or no success to name
+
+
+class Players:
+    """The environments that fill the replay buffer, one step each in turn, and the episodes they are in."""
+
+    def __init__(self, args, counters):
+        self.args, self.counters = args, counters
+        self.envs = [gym.make(f"gace/{args.task.upper()}-v0") for _ in range(args.num_envs)]
+        self.observations, self.over = [None] * args.num_envs, [False] * args.num_envs
+
+    def begin(self, i):
+        self.counters["episode"][i], self.counters["episode_steps"][i] = self.counters["episodes"], 0
+        self.counters["episodes"] += 1
+        self.reset(i)
+
+    def reset(self, i):
+        seed = np.random.SeedSequence([self.args.seed, self.counters["episode"][i]]).generate_state(1)[0]
+        options = {"goal": self.args.fixed_goal} if self.args.fixed_goal else None
+        self.observations[i], self.over[i] = self.envs[i].reset(seed=int(seed), options=options)[0], False
+
+    def step(self, i, action):
+        self.observations[i], reward, terminated, truncated, info = self.envs[i].step(action)
+        self.over[i] = terminated or truncated
+        return reward, terminated, truncated, info
+
+    def resume(self, replay):
+        """An episode is a function of its seed and its actions: those under way are played again."""
+        for i, steps in enumerate(self.counters["episode_steps"]):
+            self.reset(i)
+            first = replay.count + i - steps * self.args.num_envs
+            for record in range(first, replay.count, self.args.num_envs):
+                self.step(i, replay.steps["action"][record % self.args.replay_size])
+
+    def close(self):
+        for env in self.envs:
+            env.close()
+
+
 def train(args, run_folder, checkpoint=None):
     keep_freed_memory()
     device = torch.device("cuda" if args.cuda else "cpu")
@@ -638,10 +731,8 @@ def train(args, run_folder, checkpoint=None):
     }
     counters = dict.fromkeys("updates env_steps episodes replay goals".split(), 0)
     counters |= {"episode": [0] * args.num_envs, "episode_steps": [0] * args.num_envs}  # what each environment plays
-    seconds_before = 0.0
     if checkpoint:
         counters |= checkpoint["counters"]
-        seconds_before = checkpoint["seconds"]
         agent.load_state_dict(checkpoint["agent"])
         target.load_state_dict(checkpoint["target"])
         for name, optimizer in optimizers.items():
@@ -652,30 +743,16 @@ def train(args, run_folder, checkpoint=None):
         torch.set_rng_state(checkpoint["torch_random"])
     replay = ReplayBuffer(run_folder, args.replay_size, args.num_envs, counters["replay"])
     storage = GoalStorage(run_folder / "goal_states.bin", args.goal_storage_size, counters["goals"])
-
-    metrics_path = run_folder / "metrics.csv"
-    rows = []
-    if metrics_path.exists():  # rows after the checkpoint belong to updates that were lost
-        with open(metrics_path) as file:
-            rows = [row for row in csv.DictReader(file) if int(row["update"]) <= counters["updates"]]
-    with open(metrics_path, "w", newline="") as file:
-        csv.writer(file).writerows([METRICS, *([row[name] for name in METRICS] for row in rows)])
-    writer = SummaryWriter(run_folder, purge_step=counters["updates"] + 1 if checkpoint else None)
-    writer.add_text(
-        "hyperparameters", "|name|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in asdict(args).items())
-    )
+    log = Log(args, run_folder, counters["updates"], checkpoint["seconds"] if checkpoint else 0)
     signals = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, frame: signals.append(received))
 
-    started = time.monotonic()
-
     def save():
-        arguments = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(args).items()}
         content = {
-            "args": arguments,
+            "args": {name: str(value) if isinstance(value, Path) else value for name, value in asdict(args).items()},
             "counters": {**counters, "replay": replay.count, "goals": storage.count},
-            "seconds": seconds_before + time.monotonic() - started,
+            "seconds": log.seconds(),
             "agent": agent.state_dict(),
             "target": target.state_dict(),
             "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()},
@@ -684,7 +761,7 @@ def train(args, run_folder, checkpoint=None):
         }
         save_atomically(run_folder / "checkpoint.pt", content)
 
-    evaluated = {(int(row["update"]), row["split"]) for row in rows}
+    evaluated = {(int(row["update"]), row["split"]) for row in log.rows}
 
     def evaluate_if_due():
         update = counters["updates"]
@@ -697,40 +774,18 @@ def train(args, run_folder, checkpoint=None):
             if row is None:  # interrupted: the resumed run makes up for it
                 return
             evaluated.add((update, split))
-            seconds = round(seconds_before + time.monotonic() - started, 1)
-            row |= {"update": update, "env_steps": counters["env_steps"], "seconds": seconds}
-            with open(metrics_path, "a", newline="") as file:
-                csv.writer(file).writerow([row[name] for name in METRICS])
-            for name in METRICS[4:]:
-                writer.add_scalar(f"evaluation/{split}_{name}", row[name], update)
-            tqdm.write(describe(row), file=sys.stdout)
+            log.evaluation({"update": update, "env_steps": counters["env_steps"], **row})
 
-    players = [gym.make(f"gace/{args.task.upper()}-v0") for _ in range(args.num_envs)]
-    options = {"goal": args.fixed_goal} if args.fixed_goal else None
-
-    def reset(i):
-        seed = np.random.SeedSequence([args.seed, counters["episode"][i]]).generate_state(1)[0]
-        return players[i].reset(seed=int(seed), options=options)[0]
-
-    def begin_episode(i):
-        counters["episode"][i], counters["episode_steps"][i] = counters["episodes"], 0
-        counters["episodes"] += 1
-        return reset(i)
-
-    over = [False] * args.num_envs
-    if checkpoint:  # an episode is a function of its seed and its actions: those under way are played again
-        observations = [reset(i) for i in range(args.num_envs)]
-        for i, steps in enumerate(counters["episode_steps"]):
-            first = counters["replay"] + i - steps * args.num_envs
-            for record in range(first, counters["replay"], args.num_envs):
-                observations[i], _, *ends, _ = players[i].step(replay.steps["action"][record % args.replay_size])
-                over[i] = any(ends)
-    else:
-        observations = [begin_episode(i) for i in range(args.num_envs)]
-        save()
+    players = Players(args, counters)
     saved = shown = time.monotonic()
-    window, reports, report, recent, bar = [], [], {}, deque(maxlen=200), None
+    window, reports, report, recent = [], [], {}, deque(maxlen=200)
     try:
+        if checkpoint:
+            players.resume(replay)
+        else:
+            for i in range(args.num_envs):
+                players.begin(i)
+            save()
         evaluate_if_due()
         while counters["updates"] < args.total_updates and not signals:
             # The paper gives no unit; 10,000 goal states, as navigation counts, would be half a million random steps.
@@ -738,26 +793,25 @@ def train(args, run_folder, checkpoint=None):
             if warming_up:
                 actions = rng.uniform(-1, 1, (args.num_envs, 6)).astype(np.float32)
             else:
-                actions = choose_actions(args, agent, observations, device, explore=True)
+                actions = choose_actions(args, agent, players.observations, device, explore=True)
             steps_before = counters["env_steps"]
-            for i, (env, action) in enumerate(zip(players, actions, strict=True)):
-                if over[i]:  # takes its turn to store the last frame and to begin anew
-                    replay.add(observations[i]["image"], usable=False)
-                    observations[i], over[i] = begin_episode(i), False
+            for i, action in enumerate(actions):
+                image, goal = players.observations[i]["image"], int(players.observations[i]["goal"])
+                if players.over[i]:  # takes its turn to store the last frame and to begin anew
+                    replay.add(image, usable=False)
+                    players.begin(i)
                     continue
-                image, goal = observations[i]["image"], int(observations[i]["goal"])
-                observations[i], reward, terminated, truncated, info = env.step(action)
+                reward, terminated, truncated, info = players.step(i, action)
                 replay.add(image, action, reward, goal, terminated)
-                over[i] = terminated or truncated
                 counters["env_steps"] += 1
                 counters["episode_steps"][i] += 1
-                if not over[i]:
+                if not players.over[i]:
                     continue
                 # Auto-labelling: the instruction names the goal that was reached, or it was none, the negative class.
                 label = goal if info["is_success"] else len(goals_of(args.task))
                 kept = info["is_success"] or (truncated and (warming_up or rng.random() < args.epsilon_n))
                 if kept and args.aux == "gace":
-                    storage.add(observations[i]["image"], label)
+                    storage.add(players.observations[i]["image"], label)
                 episode = {
                     "charts/success_ratio": info["is_success"],
                     "charts/nongoal_ratio": info["reached"] >= 0 and not info["is_success"],
@@ -772,32 +826,25 @@ def train(args, run_folder, checkpoint=None):
                 report = learn(args, agent, target, optimizers, replay, storage, rng, device)
                 reports.append(report)
                 counters["updates"] += 1
-                update = counters["updates"]
-                if update % args.target_update_interval == 0:
+                if counters["updates"] % args.target_update_interval == 0:
                     follow(target, agent, args.tau)
-                if update % 100 == 0:
-                    means = {name: np.mean([r[name] for r in reports]) for name in report}
-                    if len(window) >= 100:
-                        means |= {name: np.mean([e[name] for e in window]) for name in window[0]}
-                        window.clear()
-                    for name, number in means.items():
-                        writer.add_scalar(name, number, update)
+                if counters["updates"] % 100 == 0:
+                    log.scalars({name: np.mean([r[name] for r in reports]) for name in report}, counters["updates"])
                     reports.clear()
+                    if len(window) >= 100:
+                        means = {name: np.mean([e[name] for e in window]) for name in window[0]}
+                        log.scalars(means, counters["updates"])
+                        window.clear()
                 evaluate_if_due()
 
             now = time.monotonic()
-            if now - shown > 0.5:
-                shown, done = now, counters["env_steps" if warming_up else "updates"]
-                if bar is None or (not warming_up and bar.unit == " steps"):
-                    if bar is not None:
-                        bar.close()
-                    unit, total = (" steps", args.warmup) if warming_up else (" updates", args.total_updates)
-                    bar = tqdm(total=total, initial=done, unit=unit, dynamic_ncols=True)
-                bar.set_description("warm-up" if warming_up else "training", refresh=False)
-                success = np.mean([e["charts/success_ratio"] for e in recent]) if recent else float("nan")
-                accuracy = report.get("charts/discriminator_accuracy", float("nan"))
-                bar.set_postfix_str(f"success {success:.1%}{percent(', discriminator', accuracy)}", refresh=False)
-                bar.update(done - bar.n)
+            if now - shown > 0.5 and recent:
+                shown, success = now, np.mean([e["charts/success_ratio"] for e in recent])
+                accuracy = report.get("charts/discriminator_accuracy", np.nan)
+                if warming_up:
+                    log.progress("warm-up", " steps", counters["env_steps"], args.warmup, success, accuracy)
+                else:
+                    log.progress("training", " updates", counters["updates"], args.total_updates, success, accuracy)
             if now - saved > args.checkpoint_every:
                 save()
                 saved = now
@@ -805,23 +852,8 @@ def train(args, run_folder, checkpoint=None):
     except FloatingPointError as error:  # the last good checkpoint stays
         raise SystemExit(f"{error} at update {counters['updates'] + 1}") from None
     finally:
-        if bar is not None:
-            bar.close()
-        writer.close()
-        for env in players:
-            env.close()
-
-
-def describe(row):
-    return (
-        f"update {row['update']:,}, {row['split']}: success {row['success_ratio']:.1%}"
-        f"{percent(', discriminator accuracy', row['discriminator_accuracy'])}, length {row['episode_length']:.1f}, "
-        f"return {row['episode_return']:.2f}"
-    )
-
-
-def percent(name, number):
-    return "" if np.isnan(number) else f"{name} {number:.1%}"  # there may be no discriminator, or no success to name
+        log.close()
+        players.close()
 
 
 def evaluate_checkpoint(args):

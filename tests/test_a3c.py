@@ -491,6 +491,7 @@ def test_bad_input_is_answered_in_a_line_or_two(tmp_path, monkeypatch):
         (["--resume", "nowhere"], "nowhere/checkpoint.pt does not exist"),
         (["--num-workers", "0"], "--num-workers must be at least 1"),
         (["--warmup", "0"], "--warmup must be at least 1"),
+        (["--seed", "-1"], "--seed must be"),
         (["--goal-storage-size", "100"], "use a --goal-storage-size of at least that"),
     ]:
         with pytest.raises(SystemExit, match=expected) as answer:
