@@ -10,7 +10,8 @@ Workers are processes. Each plays a few environments, acting in one batch; for e
 the whole of it and updates the shared parameters without waiting for anybody.
 
 The paper's settings: --learning-rate 7e-5 --max-grad-norm 10 --entropy-coef 0.01 --adam-epsilon 1e-3 --reward-scale 1
-    --value-coef 0.5 --gae-lambda 1 --learning-rate-warmup 0 --goal-batch-norm
+    --value-coef 0.5 --gae-lambda 1 --learning-rate-warmup 0 --goal-batch-norm (the initialisation stays ours), and on a
+    machine with 20 cores --num-workers 20 --envs-per-worker 1
 """
 
 import csv
@@ -53,7 +54,7 @@ class Args:
     total_updates: int = 200_000
     """number of updates, summed over the workers; one per finished episode"""
 
-    # The paper's table of hyperparameters
+    # The paper's hyperparameters
     warmup: int = 2_000
     """goal states to collect with a random policy before the first update"""
     goal_batch_size: int = 50
@@ -61,7 +62,7 @@ class Args:
     eta: float = 0.5
     """coefficient of the GACE loss (Eq. 9), or of the VAE loss; the paper recommends 0.3 to 0.5"""
     epsilon_n: float = 0.0
-    """probability to store the last state of an episode that reached nothing, as a class of its own"""
+    """probability to store the last state acted in, of an episode that reached nothing, as a class of its own"""
     gamma: float = 0.99
     """discount"""
     learning_rate: float = 2e-4
@@ -70,16 +71,16 @@ class Args:
     """the gradient is clipped at this norm (paper: 10, for rewards ten times as large: that silences success)"""
     entropy_coef: float = 0.007
     """coefficient of the entropy bonus, Eq. 3 (paper: 0.01, for rewards ten times as large)"""
+    value_coef: float = 0.2
+    """coefficient of the value loss, Eq. 5 (paper: 0.5, for rewards ten times as large)"""
     num_workers: int = field(default_factory=lambda: min(20, os.cpu_count() or 1))
     """worker processes; by default one per core, at most the paper's 20"""
 
     # What the paper leaves out
     learning_rate_warmup: int = 1_000
-    """updates over which the learning rate rises (paper: 0; AMSGrad never forgets the gradients of a rough start)"""
+    """updates over which the learning rate rises (authors: 0; AMSGrad never forgets the gradients of a rough start)"""
     adam_epsilon: float = 1e-4
     """Adam's epsilon (authors: 1e-3)"""
-    value_coef: float = 0.2
-    """coefficient of the value loss, Eq. 5 (paper: 0.5, for rewards ten times as large)"""
     reward_scale: float = 0.1
     """rewards are multiplied by this in the losses (paper: 1)"""
     gae_lambda: float = 0.9
@@ -91,7 +92,7 @@ class Args:
     freeze_discriminator_at: int | None = None
     """ablation: the GACE loss contributes nothing after this many updates"""
     envs_per_worker: int = 10
-    """environments that a worker plays at once, each as if it had a worker of its own"""
+    """environments that a worker plays at once, each as if it had a worker of its own (paper: 1, with 20 workers)"""
 
     # Evaluation, logging, resuming
     eval_every: int = 10_000
@@ -186,8 +187,9 @@ class ActorCritic(nn.Module):
         """From gated features M, the LSTM's output and the query of the goal-discriminator to policy and value."""
         x = torch.cat([gated, memory], -1)
         if self.gdan:
+            # This layer and the ReLUs are the authors'. In the paper, key and value are halves of the LSTM's output,
+            # and Eq. 10 has no ReLU.
             key, value = F.relu(self.key_value(x)).chunk(2, -1)
-            # The ReLUs are the authors'; the paper's Eq. 10 has none.
             attention = torch.tanh(F.relu(self.w_q(query)) + F.relu(self.w_k(key)))  # u (Eq. 10)
             attended = value * attention  # h (Eq. 11)
             x = F.relu(self.combine(torch.cat([attended, memory], -1)))
@@ -195,7 +197,7 @@ class ActorCritic(nn.Module):
 
 
 class VAE(nn.Module):
-    """The baseline's head: encodings to a Gaussian latent, and back to the image, as 42x42 the way it was encoded."""
+    """The baseline's head: encodings to a Gaussian latent, and back to the image through the encoder's sizes."""
 
     def __init__(self, latent=64):
         super().__init__()
@@ -428,29 +430,46 @@ class Episode:
 
     @property
     def goal_state(self):
-        """One step before the state from which the goal was reached: in the last one it has often left the view."""
+        """One step before the state from which the goal was reached, as in the authors' code: in the last one, which
+        the paper names, it has often left the view."""
         return self.images[-2]
 
 
 def store_goal_state(args, storage, episode):
-    """Auto-labelling: the instruction names the goal that was reached. Of the episodes that reached nothing, some."""
+    """Auto-labelling: the instruction names the goal that was reached. Some of the episodes that reached nothing are
+    kept as the negative class."""
     if episode.info["is_success"]:
         storage.add(episode.goal_state, episode.goal)
     elif episode.info["reached"] < 0 and episode.rng.random() < args.epsilon_n:
         storage.add(episode.images[-1], len(envs.ITEMS))
 
 
-def act(agent, episodes, memory, device, greedy=False):
-    """Actions for all environments of a worker in one batch. `memory` is the LSTM's state, (2, envs, 256)."""
+def act(agent, episodes, memory, device, how):
+    """Actions for several environments in one batch. `memory` is the LSTM's state, (2, envs, 256)."""
+    if how == "random":
+        return [int(episode.rng.integers(3)) for episode in episodes], memory
     images = torch.from_numpy(np.stack([episode.image for episode in episodes])).to(device)
     goals = torch.tensor([episode.goal for episode in episodes], device=device)
     logits, _, memory = agent.act(images, goals, memory)
-    if greedy:
+    if how == "greedy":
         return logits.argmax(-1).tolist(), memory
     cumulative = F.softmax(logits, -1).cumsum(-1).tolist()
     draws = [episode.rng.random() for episode in episodes]
     actions = [sum(draw > p for p in steps[:-1]) for draw, steps in zip(draws, cumulative, strict=True)]
     return actions, memory
+
+
+def play(agent, episodes, device, how, keep_going, on_step=None):
+    """Each environment's episode to its end, those still under way acting in one batch. Returns whether all ended."""
+    playing, memory = episodes, torch.zeros(2, len(episodes), 256, device=device)
+    while playing and keep_going():
+        actions, memory = act(agent, playing, memory, device, how)
+        if on_step:
+            on_step(playing[0], actions[0])
+        over = [episode.step(action) for episode, action in zip(playing, actions, strict=True)]
+        memory = memory[:, [not o for o in over]]
+        playing = [episode for episode in playing if not episode.over]
+    return not playing
 
 
 def learn(args, agent, gradient, episode, storage, updates, device):
@@ -476,8 +495,7 @@ def learn(args, agent, gradient, episode, storage, updates, device):
             gace = gace_loss(goal_logits, labels)
         report["losses/gace"] = gace
         report["charts/discriminator_accuracy"] = (goal_logits.argmax(-1) == labels).float().mean()
-        if not frozen:
-            loss = loss + args.eta * gace  # Eq. 9
+        loss = loss + args.eta * gace  # Eq. 9; frozen, it has no gradient
     elif args.aux == "vae":
         report["losses/vae"] = vae = vae_loss(agent.vae, features, images)
         loss = loss + args.eta * vae
@@ -502,22 +520,21 @@ def keep_freed_memory():
         libc.mallopt(M_MMAP_THRESHOLD, 2**29)
 
 
-def ignore_signals():
-    """Ctrl-C in a terminal, or a batch system's SIGTERM, reaches every process of the run: the main one decides."""
+def obey_main_process():
+    """Ctrl-C in a terminal, or a batch system's SIGTERM, reaches every process of the run: the main one decides. Once
+    that is gone, nobody reads the reports: then the kernel kills this process too."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-
-
-def leave_if_orphaned(main_process):
-    """Once the main process is gone, nobody reads the reports, and a normal exit would wait for that for ever."""
-    if os.getppid() != main_process:
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != mp.parent_process().pid:  # it was gone before that
         os._exit(1)
 
 
 def worker(index, args, run_folder, shared, reports, evaluations):
     """Plays and learns until the updates are done; reports every episode, and a failure as its traceback."""
-    ignore_signals()
-    main_process = os.getppid()
+    obey_main_process()
     torch.set_num_threads(1)
     keep_freed_memory()
     torch.manual_seed(args.seed * 1000 + index)
@@ -532,7 +549,7 @@ def worker(index, args, run_folder, shared, reports, evaluations):
         storage = GoalStorage(run_folder / "goal_states.bin", args.goal_storage_size, shared.goal_count)
 
         episodes = [Episode(args) for _ in range(args.envs_per_worker)]
-        while not shared.stop.is_set() and os.getppid() == main_process:
+        while not shared.stop.is_set():
             # A round: one episode in every environment, all by the same parameters, so that each is learned from by the
             # parameters that played it, as if every environment had a worker of its own.
             local.copy_(shared.parameters)
@@ -540,21 +557,17 @@ def worker(index, args, run_folder, shared, reports, evaluations):
             for episode in episodes:
                 shared.episodes[index] += 1
                 episode.begin([args.seed, index, int(shared.episodes[index])])
-            playing, memory = episodes, torch.zeros(2, len(episodes), 256, device=device)
-            while playing and not shared.stop.is_set():
-                if warming_up:
-                    actions = [int(episode.rng.integers(3)) for episode in playing]
-                else:
-                    actions, memory = act(agent, playing, memory, device)
-                over = [episode.step(action) for episode, action in zip(playing, actions, strict=True)]
-                if any(over):
-                    memory = memory[:, [not o for o in over]]
-                    playing = [episode for episode in playing if not episode.over]
+            play(agent, episodes, device, "random" if warming_up else "sampled", lambda: not shared.stop.is_set())
 
             for episode in episodes:
                 if shared.stop.is_set():
                     break
-                report = {"length": len(episode.rewards), "return": sum(episode.rewards), **episode.info}
+                report = {
+                    "charts/success_ratio": episode.info["is_success"],
+                    "charts/nongoal_ratio": episode.info["reached"] >= 0 and not episode.info["is_success"],
+                    "charts/episode_length": len(episode.rewards),
+                    "charts/episode_return": sum(episode.rewards),
+                }
                 # The authors do not train on episodes of one step, nor store their goal states.
                 usable = len(episode.rewards) > 1 and not episode.info.get("engine_died", False)
                 if args.aux == "gace" and usable:
@@ -567,7 +580,6 @@ def worker(index, args, run_folder, shared, reports, evaluations):
                         shared.updates.value += 1
                         update = shared.updates.value
                     report |= learn(args, agent, gradient, episode, storage, update, device)
-                    report["update"] = update
                     parameters.grad = gradient.to("cpu")
                     adam.param_groups[0]["lr"] = args.learning_rate * min(1, update / max(1, args.learning_rate_warmup))
                     adam.step()
@@ -581,7 +593,6 @@ def worker(index, args, run_folder, shared, reports, evaluations):
     finally:
         for episode in episodes:
             episode.env.close()
-        leave_if_orphaned(main_process)
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
@@ -590,42 +601,30 @@ def worker(index, args, run_folder, shared, reports, evaluations):
 def evaluate(args, agent, split, device="cpu", goal=None, keep_going=lambda: True, num_envs=8, on_step=None):
     """Success ratio, length and return over `args.episodes` episodes with the most likely action, and the accuracy of
     the goal-discriminator on the goal states reached in them. The same episodes every time."""
-    seeds = iter(range(args.episodes))
     render_mode = "rgb_array" if on_step else None
     episodes = [Episode(args, split, render_mode) for _ in range(min(num_envs, args.episodes))]
     options = {"goal": goal} if goal else None
-    for episode in episodes:
-        episode.begin([2**31, next(seeds)], options, center_crop=True)
-    memory = torch.zeros(2, len(episodes), 256, device=device)
     successes, lengths, returns, states, labels = [], [], [], [], []
-    playing = list(range(len(episodes)))
-    while playing and keep_going():
-        actions, memory = act(agent, episodes, memory, device, greedy=True)
-        for slot in list(playing):
-            episode = episodes[slot]
-            if on_step:
-                on_step(episode, actions[slot])
-            if not episode.step(actions[slot]):
-                continue
+    for first in range(0, args.episodes, len(episodes)):
+        played = episodes[: args.episodes - first]
+        for seed, episode in enumerate(played, first):
+            episode.begin([2**31, seed], options, center_crop=True)
+        if not play(agent, played, device, "greedy", keep_going, on_step):
+            break
+        for episode in played:
             successes.append(episode.info["is_success"])
             lengths.append(len(episode.rewards))
             returns.append(sum(episode.rewards))
             if successes[-1] and len(episode.images) > 1:
                 states.append(episode.goal_state)
                 labels.append(episode.goal)
-            seed = next(seeds, None)
-            if seed is None:
-                playing.remove(slot)
-            else:
-                episode.begin([2**31, seed], options, center_crop=True)
-                memory[:, slot] = 0
     for episode in episodes:
         episode.env.close()
-    if playing:
+    if len(successes) < args.episodes:
         return None
     accuracy = float("nan")
     if states and args.aux == "gace":
-        with torch.no_grad():  # in batches like those of training, because they are normalised as batches
+        with torch.no_grad():  # in batches like those of training, which matters with --goal-batch-norm
             batches = np.array_split(np.stack(states), max(1, len(states) // args.goal_batch_size))
             guesses = torch.cat([agent.classify(torch.from_numpy(batch).to(device)).argmax(-1) for batch in batches])
         accuracy = (guesses.cpu() == torch.tensor(labels)).float().mean().item()
@@ -645,17 +644,12 @@ def evaluation_job(shared, update, splits):
 
 def evaluator(args, shared, reports, evaluations):
     """Evaluates copies of the parameters while the workers go on."""
-    ignore_signals()
-    main_process = os.getppid()
+    obey_main_process()
     torch.set_num_threads(1)
     try:
         agent = Agent(args)
         local, _ = flatten(agent)
-
-        def keep_going():
-            return not shared.abort.is_set() and os.getppid() == main_process
-
-        while keep_going():
+        while not shared.abort.is_set():
             try:
                 job = evaluations.get(timeout=0.2)
             except queue.Empty:
@@ -665,12 +659,12 @@ def evaluator(args, shared, reports, evaluations):
             update, env_steps, parameters, splits = job
             local.copy_(torch.from_numpy(parameters))
             for split in splits:
-                result = evaluate(args, agent, split, keep_going=keep_going)
-                if result:
-                    reports.put({"evaluation": {"update": update, "env_steps": env_steps, **result}})
+                result = evaluate(args, agent, split, keep_going=lambda: not shared.abort.is_set())
+                if result is None:
+                    break
+                reports.put({"evaluation": {"update": update, "env_steps": env_steps, **result}})
     except BaseException:
         reports.put({"error": f"the evaluator failed:\n{traceback.format_exc()}"})
-    leave_if_orphaned(main_process)
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -712,17 +706,9 @@ def load_checkpoint(path):
 
 
 def summarise(reports):
-    """Means over the reports of episodes: how the training goes."""
-    means = {
-        "charts/success_ratio": np.mean([report["is_success"] for report in reports]),
-        "charts/nongoal_ratio": np.mean([report["reached"] >= 0 and not report["is_success"] for report in reports]),
-        "charts/episode_length": np.mean([report["length"] for report in reports]),
-        "charts/episode_return": np.mean([report["return"] for report in reports]),
-    }
-    learned = [report for report in reports if "update" in report]
-    for name in [name for name in learned[0] if "/" in name] if learned else []:
-        means[name] = np.mean([report[name] for report in learned])
-    return means
+    """Means over the reports of episodes; those that were not learned from have no losses."""
+    names = dict.fromkeys(name for report in reports for name in report)
+    return {name: np.mean([report[name] for report in reports if name in report]) for name in names}
 
 
 class Log:
@@ -737,10 +723,10 @@ class Log:
                 self.rows = [row for row in csv.DictReader(file) if int(row["update"]) <= updates]
         with open(self.path, "w", newline="") as file:
             csv.writer(file).writerows([METRICS, *([row[name] for name in METRICS] for row in self.rows)])
-        self.writer = SummaryWriter(run_folder, purge_step=updates + 1 if updates else None)
+        self.writer = SummaryWriter(run_folder, purge_step=updates + 1)
         table = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
         self.writer.add_text("hyperparameters", f"|name|value|\n|-|-|\n{table}")
-        self.bar = None
+        self.phase, self.bar = None, tqdm(disable=True)
 
     def seconds(self):
         return time.monotonic() - self.started
@@ -757,16 +743,14 @@ class Log:
             self.writer.add_scalar(name, number, update)
 
     def progress(self, phase, unit, done, total, success, accuracy):
-        if self.bar is None or self.bar.unit != unit:
-            if self.bar is not None:
-                self.bar.close()
-            self.bar = tqdm(desc=phase, total=total, initial=done, unit=unit, dynamic_ncols=True)
+        if phase != self.phase:
+            self.bar.close()
+            self.phase, self.bar = phase, tqdm(desc=phase, total=total, initial=done, unit=unit, dynamic_ncols=True)
         self.bar.set_postfix_str(f"success {success:.1%}{percent(', discriminator', accuracy)}", refresh=False)
         self.bar.update(done - self.bar.n)
 
     def close(self):
-        if self.bar is not None:
-            self.bar.close()
+        self.bar.close()
         self.writer.close()
 
 
@@ -784,10 +768,9 @@ def percent(name, number):
 
 def lost_evaluations(args, updates, rows):
     """The splits whose last evaluation an interruption has cost the run."""
-    last = dict.fromkeys(splits_of(args.task), 0) | {row["split"]: int(row["update"]) for row in rows}
-    if updates == args.total_updates:
-        return [split for split in last if last[split] < updates]
-    return [split for split in last if last[split] // args.eval_every < updates // args.eval_every]
+    due = updates if updates == args.total_updates else updates - updates % args.eval_every
+    evaluated = {row["split"] for row in rows if int(row["update"]) >= due}
+    return [split for split in splits_of(args.task) if due and split not in evaluated]
 
 
 def train(args, run_folder, checkpoint=None):
@@ -800,10 +783,12 @@ def train(args, run_folder, checkpoint=None):
     log = Log(args, run_folder, updates_before, checkpoint["seconds"] if checkpoint else 0)
 
     def save():
-        arguments = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(args).items()}
-        save_atomically(run_folder / "checkpoint.pt", {**shared.state(), "seconds": log.seconds(), "args": arguments})
+        content = {**shared.state(), "seconds": log.seconds(), "args": asdict(replace(args, resume=None))}
+        save_atomically(run_folder / "checkpoint.pt", content)
 
     signals = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, frame: signals.append(received))
     reports, evaluations = context.Queue(), context.Queue()
     workers = [
         context.Process(target=worker, args=(index, args, run_folder, shared, reports, evaluations), daemon=True)
@@ -814,8 +799,6 @@ def train(args, run_folder, checkpoint=None):
         evaluations.put(evaluation_job(shared, updates_before, lost))
     for process in (*workers, evaluating):
         process.start()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda received, frame: signals.append(received))
 
     saved = shown = time.monotonic()
     window, recent, error, finished = [], deque(maxlen=500), None, False
@@ -866,6 +849,7 @@ def train(args, run_folder, checkpoint=None):
         for process in (*workers, evaluating):
             process.join(timeout=max(0, deadline - time.monotonic()))
             process.kill()
+        evaluations.cancel_join_thread()  # nobody is left to take what is still queued
         if not error:  # after an error, the last good checkpoint stays
             save()
         if window:
@@ -954,14 +938,8 @@ def main():
     if checkpoint and checkpoint["goal_count"] and not (run_folder / "goal_states.bin").stat().st_size:
         raise SystemExit(f"{run_folder} has lost its goal_states.bin, without which the run cannot go on")
     if args.track:
-        wandb.init(
-            project="gace",
-            name=run_folder.name,
-            id=run_folder.name,
-            resume="allow",
-            sync_tensorboard=True,
-            config=vars(args),
-        )
+        name = run_folder.name
+        wandb.init(project="gace", name=name, id=name, resume="allow", sync_tensorboard=True, config=vars(args))
     print(f"run folder: {run_folder}")
     train(args, run_folder, checkpoint)
 

@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -467,7 +467,6 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
         report["losses/curl"] = auxiliary = curl_loss(features, keys, agent.contrast)
     if args.aux != "none":
         loss = loss + args.eta * auxiliary  # Eq. 9
-    check_finite(loss)
     optimizers["critic"].zero_grad()
     loss.backward()
     optimizers["critic"].step()
@@ -478,19 +477,15 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
     new_actions, log_probs, means = agent.actor(features, query, goals, explore=args.policy == "gaussian")
     new_values = agent.critic(features, query, goals, new_actions)
     actor = actor_loss(new_values, log_probs, means, entropy_coef, args.action_penalty)
-    check_finite(actor)
     optimizers["actor"].zero_grad()
     actor.backward()
     optimizers["actor"].step()
     agent.critic.requires_grad_(True)
-    check_finite(sum(parameter.detach().sum() for parameter in agent.parameters()))
+    numbers = (loss, actor, *(parameter.sum() for parameter in agent.parameters()))
+    if not torch.isfinite(sum(number.detach() for number in numbers)):
+        raise FloatingPointError("a loss or a parameter is not finite")
     report |= {"losses/actor": actor, "charts/action_size": new_actions.abs().mean()}
     return {name: float(number.detach()) for name, number in report.items()}
-
-
-def check_finite(number):
-    if not torch.isfinite(number):
-        raise FloatingPointError(f"a loss or a parameter is not finite: {number.item()}")
 
 
 @torch.no_grad()
@@ -501,7 +496,7 @@ def follow(target, agent, tau):
         torch._foreach_lerp_(*map(list, zip(*pairs, strict=True)), tau)
 
 
-# ---------------------------------------------------------------------------------------------------------- evaluation
+# -------------------------------------------------------------------------------------------------- acting, evaluation
 
 
 @torch.no_grad()
@@ -633,10 +628,10 @@ class Log:
                 self.rows = [row for row in csv.DictReader(file) if int(row["update"]) <= updates]
         with open(self.path, "w", newline="") as file:
             csv.writer(file).writerows([METRICS, *([row[name] for name in METRICS] for row in self.rows)])
-        self.writer = SummaryWriter(run_folder, purge_step=updates + 1 if updates else None)
+        self.writer = SummaryWriter(run_folder, purge_step=updates + 1)
         table = "".join(f"|{name}|{value}|\n" for name, value in asdict(args).items())
         self.writer.add_text("hyperparameters", f"|name|value|\n|-|-|\n{table}")
-        self.bar = None
+        self.phase, self.bar = None, tqdm(disable=True)
 
     def seconds(self):
         return time.monotonic() - self.started
@@ -653,16 +648,14 @@ class Log:
             self.writer.add_scalar(name, number, update)
 
     def progress(self, phase, unit, done, total, success, accuracy):
-        if self.bar is None or self.bar.unit != unit:
-            if self.bar is not None:
-                self.bar.close()
-            self.bar = tqdm(desc=phase, total=total, initial=done, unit=unit, dynamic_ncols=True)
+        if phase != self.phase:
+            self.bar.close()
+            self.phase, self.bar = phase, tqdm(desc=phase, total=total, initial=done, unit=unit, dynamic_ncols=True)
         self.bar.set_postfix_str(f"success {success:.1%}{percent(', discriminator', accuracy)}", refresh=False)
         self.bar.update(done - self.bar.n)
 
     def close(self):
-        if self.bar is not None:
-            self.bar.close()
+        self.bar.close()
         self.writer.close()
 
 
@@ -678,40 +671,23 @@ def percent(name, number):
     return "" if np.isnan(number) else f"{name} {number:.1%}"  # there may be no discriminator, or no success to name
 
 
-class Players:
-    """The environments that fill the replay buffer, one step each in turn, and the episodes they are in."""
+class Player:
+    """One of the environments that fill the replay buffer, and the episode it is in."""
 
-    def __init__(self, args, counters):
-        self.args, self.counters = args, counters
-        self.envs = [gym.make(f"gace/{args.task.upper()}-v0") for _ in range(args.num_envs)]
-        self.observations, self.over = [None] * args.num_envs, [False] * args.num_envs
+    def __init__(self, args):
+        self.args, self.env = args, gym.make(f"gace/{args.task.upper()}-v0")
 
-    def begin(self, i):
-        self.counters["episode"][i], self.counters["episode_steps"][i] = self.counters["episodes"], 0
-        self.counters["episodes"] += 1
-        self.reset(i)
-
-    def reset(self, i):
-        seed = np.random.SeedSequence([self.args.seed, self.counters["episode"][i]]).generate_state(1)[0]
+    def begin(self, episode):
+        self.episode, self.steps, self.over = episode, 0, False
+        seed = np.random.SeedSequence([self.args.seed, episode]).generate_state(1)[0]
         options = {"goal": self.args.fixed_goal} if self.args.fixed_goal else None
-        self.observations[i], self.over[i] = self.envs[i].reset(seed=int(seed), options=options)[0], False
+        self.observation, _ = self.env.reset(seed=int(seed), options=options)
 
-    def step(self, i, action):
-        self.observations[i], reward, terminated, truncated, info = self.envs[i].step(action)
-        self.over[i] = terminated or truncated
+    def step(self, action):
+        self.observation, reward, terminated, truncated, info = self.env.step(action)
+        self.steps += 1
+        self.over = terminated or truncated
         return reward, terminated, truncated, info
-
-    def resume(self, replay):
-        """An episode is a function of its seed and its actions: those under way are played again."""
-        for i, steps in enumerate(self.counters["episode_steps"]):
-            self.reset(i)
-            first = replay.count + i - steps * self.args.num_envs
-            for record in range(first, replay.count, self.args.num_envs):
-                self.step(i, replay.steps["action"][record % self.args.replay_size])
-
-    def close(self):
-        for env in self.envs:
-            env.close()
 
 
 def train(args, run_folder, checkpoint=None):
@@ -729,8 +705,8 @@ def train(args, run_folder, checkpoint=None):
         "critic": torch.optim.Adam(groups, args.learning_rate, fused=True),
         "actor": torch.optim.Adam(agent.actor.parameters(), args.learning_rate, fused=True),
     }
-    counters = dict.fromkeys("updates env_steps episodes replay goals".split(), 0)
-    counters |= {"episode": [0] * args.num_envs, "episode_steps": [0] * args.num_envs}  # what each environment plays
+    counters = dict.fromkeys("updates env_steps replay goals".split(), 0) | {"episodes": args.num_envs}
+    counters |= {"episode": list(range(args.num_envs)), "episode_steps": [0] * args.num_envs}  # what each player is in
     if checkpoint:
         counters |= checkpoint["counters"]
         agent.load_state_dict(checkpoint["agent"])
@@ -749,9 +725,11 @@ def train(args, run_folder, checkpoint=None):
         signal.signal(number, lambda received, frame: signals.append(received))
 
     def save():
+        counters.update(replay=replay.count, goals=storage.count)
+        counters.update(episode=[p.episode for p in players], episode_steps=[p.steps for p in players])
         content = {
-            "args": {name: str(value) if isinstance(value, Path) else value for name, value in asdict(args).items()},
-            "counters": {**counters, "replay": replay.count, "goals": storage.count},
+            "args": asdict(replace(args, resume=None)),
+            "counters": counters,
             "seconds": log.seconds(),
             "agent": agent.state_dict(),
             "target": target.state_dict(),
@@ -776,16 +754,16 @@ def train(args, run_folder, checkpoint=None):
             evaluated.add((update, split))
             log.evaluation({"update": update, "env_steps": counters["env_steps"], **row})
 
-    players = Players(args, counters)
+    players = [Player(args) for _ in range(args.num_envs)]
     saved = shown = time.monotonic()
     window, reports, report, recent = [], [], {}, deque(maxlen=200)
     try:
-        if checkpoint:
-            players.resume(replay)
-        else:
-            for i in range(args.num_envs):
-                players.begin(i)
-            save()
+        for i, player in enumerate(players):  # in a resumed run, the steps under way are played again
+            player.begin(counters["episode"][i])
+            first = replay.count + i - counters["episode_steps"][i] * args.num_envs
+            for record in range(first, replay.count, args.num_envs):
+                player.step(replay.steps["action"][record % args.replay_size])
+        save()
         evaluate_if_due()
         while counters["updates"] < args.total_updates and not signals:
             # The paper gives no unit; 10,000 goal states, as navigation counts, would be half a million random steps.
@@ -793,29 +771,29 @@ def train(args, run_folder, checkpoint=None):
             if warming_up:
                 actions = rng.uniform(-1, 1, (args.num_envs, 6)).astype(np.float32)
             else:
-                actions = choose_actions(args, agent, players.observations, device, explore=True)
+                actions = choose_actions(args, agent, [p.observation for p in players], device, explore=True)
             steps_before = counters["env_steps"]
-            for i, action in enumerate(actions):
-                image, goal = players.observations[i]["image"], int(players.observations[i]["goal"])
-                if players.over[i]:  # takes its turn to store the last frame and to begin anew
+            for player, action in zip(players, actions, strict=True):
+                image, goal = player.observation["image"], int(player.observation["goal"])
+                if player.over:  # takes its turn to store the last frame and to begin anew
                     replay.add(image, usable=False)
-                    players.begin(i)
+                    player.begin(counters["episodes"])
+                    counters["episodes"] += 1
                     continue
-                reward, terminated, truncated, info = players.step(i, action)
+                reward, terminated, truncated, info = player.step(action)
                 replay.add(image, action, reward, goal, terminated)
                 counters["env_steps"] += 1
-                counters["episode_steps"][i] += 1
-                if not players.over[i]:
+                if not player.over:
                     continue
                 # Auto-labelling: the instruction names the goal that was reached, or it was none, the negative class.
                 label = goal if info["is_success"] else len(goals_of(args.task))
                 kept = info["is_success"] or (truncated and (warming_up or rng.random() < args.epsilon_n))
                 if kept and args.aux == "gace":
-                    storage.add(players.observations[i]["image"], label)
+                    storage.add(player.observation["image"], label)
                 episode = {
                     "charts/success_ratio": info["is_success"],
                     "charts/nongoal_ratio": info["reached"] >= 0 and not info["is_success"],
-                    "charts/episode_length": counters["episode_steps"][i],
+                    "charts/episode_length": player.steps,
                 }
                 recent.append(episode)
                 if not warming_up:
@@ -853,7 +831,8 @@ def train(args, run_folder, checkpoint=None):
         raise SystemExit(f"{error} at update {counters['updates'] + 1}") from None
     finally:
         log.close()
-        players.close()
+        for player in players:
+            player.env.close()
 
 
 def evaluate_checkpoint(args):
@@ -946,14 +925,8 @@ def main():
     except OSError as error:
         raise SystemExit(f"cannot write into the run folder {run_folder}: {error.strerror}") from None
     if args.track:
-        wandb.init(
-            project="gace",
-            name=run_folder.name,
-            id=run_folder.name,
-            resume="allow",
-            sync_tensorboard=True,
-            config=vars(args),
-        )
+        name = run_folder.name
+        wandb.init(project="gace", name=name, id=name, resume="allow", sync_tensorboard=True, config=vars(args))
     print(f"run folder: {run_folder}")
     train(args, run_folder, checkpoint)
 

@@ -9,6 +9,7 @@ import sys
 import time
 import types
 import uuid
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -437,6 +438,29 @@ def test_interrupted_run_leaves_nothing_behind_and_goes_on(how, tmp_path):
     assert after["goal_count"] >= checkpoint["goal_count"]
     updates = [int(row["update"]) for row in run.rows()]
     assert updates == sorted(set(updates)) and updates[-1] == before + 3
+
+
+def test_evaluations_that_an_interruption_cost():
+    args = a3c.Args(task="v2", eval_every=10, total_updates=25)
+    rows = [{"split": "seen", "update": "10"}, {"split": "unseen", "update": "10"}, {"split": "seen", "update": "20"}]
+    assert a3c.lost_evaluations(args, 9, []) == []
+    assert a3c.lost_evaluations(args, 12, []) == ["seen", "unseen"]
+    assert a3c.lost_evaluations(args, 19, rows[:2]) == []
+    assert a3c.lost_evaluations(args, 24, rows) == ["unseen"]
+    assert a3c.lost_evaluations(args, 25, rows) == ["seen", "unseen"]
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+def test_interrupted_while_its_processes_start(how, tmp_path):
+    """When nobody has yet taken the evaluation that the run owes, and no child has looked at its parent."""
+    args = a3c.Args(aux="none", num_workers=1, envs_per_worker=2, eval_every=3, episodes=4, cuda=False)
+    state = a3c.Shared(a3c.Agent(args), 1, multiprocessing.get_context("spawn")).state()
+    torch.save({**state, "updates": 4, "seconds": 1.0, "args": asdict(args)}, tmp_path / "checkpoint.pt")
+    with Run(tmp_path, "--resume", str(tmp_path)) as run:
+        assert wait_until(lambda: len(run.descendants()) >= 3, 30)  # worker, evaluator, multiprocessing's own
+        run.process.send_signal(getattr(signal, how))
+        run.wait(10)
+        assert wait_until(lambda: not run.descendants(), 10)
 
 
 def test_dead_engine_costs_an_episode_and_a_dead_worker_the_run(tmp_path):
