@@ -79,6 +79,10 @@ class Args:
     # What the paper leaves out
     learning_rate_warmup: int = 1_000
     """updates over which the learning rate rises (authors: 0; AMSGrad never forgets the gradients of a rough start)"""
+    final_learning_rate: float = 7e-5
+    """learning rate of the last part of a run; the paper's is constant"""
+    final_learning_rate_from: int = 130_000
+    """updates after which it takes over: the first one learns faster, but leaves the policy swinging"""
     adam_epsilon: float = 1e-4
     """Adam's epsilon (authors: 1e-3)"""
     reward_scale: float = 0.1
@@ -510,6 +514,13 @@ def learn(args, agent, gradient, episode, storage, updates, device):
     return {name: float(number.detach()) for name, number in report.items()}
 
 
+def learning_rate(args, update):
+    """Rises over the first updates, and is the final one in the last."""
+    if update > args.final_learning_rate_from:
+        return args.final_learning_rate
+    return args.learning_rate * min(1, update / max(1, args.learning_rate_warmup))
+
+
 def keep_freed_memory():
     """Has the C library keep what is freed. Otherwise it returns the activations of every update to the system and gets
     them back page by page: a seventh of the time of an update."""
@@ -581,7 +592,7 @@ def worker(index, args, run_folder, shared, reports, evaluations):
                         update = shared.updates.value
                     report |= learn(args, agent, gradient, episode, storage, update, device)
                     parameters.grad = gradient.to("cpu")
-                    adam.param_groups[0]["lr"] = args.learning_rate * min(1, update / max(1, args.learning_rate_warmup))
+                    report["charts/learning_rate"] = adam.param_groups[0]["lr"] = learning_rate(args, update)
                     adam.step()
                     if update % args.eval_every == 0:
                         evaluations.put(evaluation_job(shared, update, splits_of(args.task)))
@@ -913,7 +924,7 @@ def main():
     for name in AT_LEAST_1:
         if getattr(args, name) < 1:
             raise SystemExit(f"--{name.replace('_', '-')} must be at least 1")
-    for name in ("seed", "learning_rate"):
+    for name in ("seed", "learning_rate", "final_learning_rate"):
         if not 0 <= getattr(args, name) < float("inf"):
             raise SystemExit(f"--{name.replace('_', '-')} must be a number of at least 0")
     if args.aux == "gace" and args.goal_storage_size < args.warmup:

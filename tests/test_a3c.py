@@ -440,6 +440,13 @@ def test_interrupted_run_leaves_nothing_behind_and_goes_on(how, tmp_path):
     assert updates == sorted(set(updates)) and updates[-1] == before + 3
 
 
+def test_learning_rate_rises_and_ends_low():
+    args = a3c.Args(learning_rate=4e-4, learning_rate_warmup=4, final_learning_rate=1e-5, final_learning_rate_from=7)
+    rates = [a3c.learning_rate(args, update) for update in range(1, 10)]
+    assert rates == pytest.approx([1e-4, 2e-4, 3e-4, 4e-4, 4e-4, 4e-4, 4e-4, 1e-5, 1e-5])
+    assert a3c.learning_rate(a3c.Args(learning_rate_warmup=0), 1) == a3c.Args().learning_rate
+
+
 def test_evaluations_that_an_interruption_cost():
     args = a3c.Args(task="v2", eval_every=10, total_updates=25)
     rows = [{"split": "seen", "update": "10"}, {"split": "unseen", "update": "10"}, {"split": "seen", "update": "20"}]
