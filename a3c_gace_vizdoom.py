@@ -471,8 +471,9 @@ def play(agent, episodes, device, how, keep_going, on_step=None):
         if on_step:
             on_step(playing[0], actions[0])
         over = [episode.step(action) for episode, action in zip(playing, actions, strict=True)]
-        memory = memory[:, [not o for o in over]]
-        playing = [episode for episode in playing if not episode.over]
+        if any(over):
+            memory = memory[:, [not o for o in over]]
+            playing = [episode for episode in playing if not episode.over]
     return not playing
 
 
@@ -557,7 +558,7 @@ def worker(index, args, run_folder, shared, reports, evaluations):
         parameters = nn.Parameter(shared.parameters)
         adam = torch.optim.Adam([parameters], args.learning_rate, eps=args.adam_epsilon, amsgrad=True, fused=True)
         adam.state[parameters] = shared.adam
-        storage = GoalStorage(run_folder / "goal_states.bin", args.goal_storage_size, shared.goal_count)
+        storage = GoalStorage(run_folder / "goals.bin", args.goal_storage_size, shared.goal_count)
 
         episodes = [Episode(args) for _ in range(args.envs_per_worker)]
         while not shared.stop.is_set():
@@ -943,11 +944,11 @@ def main():
         run_folder = Path("runs", f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}")
     try:
         run_folder.mkdir(parents=True, exist_ok=bool(checkpoint))
-        (run_folder / "goal_states.bin").touch()
+        (run_folder / "goals.bin").touch()
     except OSError as error:
         raise SystemExit(f"cannot write into the run folder {run_folder}: {error.strerror}") from None
-    if checkpoint and checkpoint["goal_count"] and not (run_folder / "goal_states.bin").stat().st_size:
-        raise SystemExit(f"{run_folder} has lost its goal_states.bin, without which the run cannot go on")
+    if checkpoint and checkpoint["goal_count"] and not (run_folder / "goals.bin").stat().st_size:
+        raise SystemExit(f"{run_folder} has lost its goals.bin, without which the run cannot go on")
     if args.track:
         name = run_folder.name
         wandb.init(project="gace", name=name, id=name, resume="allow", sync_tensorboard=True, config=vars(args))

@@ -171,7 +171,7 @@ def bench_training(task, seconds):
         (run_folder,) = Path(folder, "runs").iterdir()
         if navigation:
             checkpoint["goal_count"] = 100_000
-            os.truncate(run_folder / "goal_states.bin", 100_000 * a3c.GoalStorage.record_bytes)
+            os.truncate(run_folder / "goals.bin", 100_000 * a3c.GoalStorage.record_bytes)
         else:
             num_envs = checkpoint["args"]["num_envs"]
             checkpoint["counters"] |= {"replay": 500_000, "goals": 500_000, "episode_steps": [0] * num_envs}

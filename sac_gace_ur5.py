@@ -481,9 +481,9 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
     actor.backward()
     optimizers["actor"].step()
     agent.critic.requires_grad_(True)
-    numbers = (loss, actor, *(parameter.sum() for parameter in agent.parameters()))
-    if not torch.isfinite(sum(number.detach() for number in numbers)):
-        raise FloatingPointError("a loss or a parameter is not finite")
+    with torch.no_grad():
+        if not torch.isfinite(loss + actor + sum(parameter.sum() for parameter in agent.parameters())):
+            raise FloatingPointError("a loss or a parameter is not finite")
     report |= {"losses/actor": actor, "charts/action_size": new_actions.abs().mean()}
     return {name: float(number.detach()) for name, number in report.items()}
 
