@@ -28,6 +28,16 @@ import numpy as np
 import vizdoom
 
 
+def splits_of(task):
+    """The splits of a task. Only V2, V4 and R2 have unseen backgrounds."""
+    return ["seen", "unseen"] if task in ("v2", "v4", "r2") else ["seen"]
+
+
+def goals_of(task):
+    """The names of a task's goals by class index."""
+    return list(ITEMS) if task in V_TASKS else list(BOX_COLOURS)[: 5 if task == "r3" else 3]
+
+
 class MultiTargetEnv(gym.Env):
     """What both domains share: the splits, the goal of an episode, its rewards and its end."""
 
@@ -35,11 +45,12 @@ class MultiTargetEnv(gym.Env):
     max_steps: int
     rewards: dict[str, float]  # success, nongoal, timeout, step
 
-    def __init__(self, task, tasks, split, has_unseen, image_shape, render_mode):
+    def __init__(self, task, tasks, split, image_shape, render_mode):
         if task not in tasks:
             raise ValueError(f"unknown task {task!r}; use one of {', '.join(tasks)}")
-        if split not in ("seen", "unseen") or (split == "unseen" and not has_unseen):
-            known = '"seen" or "unseen"' if has_unseen else '"seen": only V2, V4 and R2 have an unseen split'
+        if split not in splits_of(task):
+            two = len(splits_of(task)) == 2
+            known = '"seen" or "unseen"' if two else '"seen": only V2, V4 and R2 have an unseen split'
             raise ValueError(f"{task.upper()} has no split {split!r}; use {known}")
         if render_mode not in (None, "rgb_array"):
             raise ValueError(f"unknown render_mode {render_mode!r}; use None or 'rgb_array'")
@@ -246,7 +257,7 @@ class DoomEnv(MultiTargetEnv):
     game = None  # the engine starts with the first reset: an environment nobody plays costs nothing
 
     def __init__(self, task="v1", split="seen", render_mode=None):
-        super().__init__(task, V_TASKS, split, task in ("v2", "v4"), (4 * TICS, 42, 42), render_mode)
+        super().__init__(task, V_TASKS, split, (4 * TICS, 42, 42), render_mode)
         self.picture, self.heading, self.max_steps = V_TASKS[task]
         self.action_space = gym.spaces.Discrete(3)  # forward, left, right
         self.buttons = np.eye(3, dtype=int).tolist()
@@ -529,8 +540,8 @@ class UR5Env(MultiTargetEnv):
     renderer = large_renderer = None
 
     def __init__(self, task="r1", split="seen", render_mode=None):
-        self.names = list(BOX_COLOURS)[: 5 if task == "r3" else 3]
-        super().__init__(task, R_TASKS, split, task == "r2", (3, 84, 84), render_mode)
+        self.names = goals_of(task)
+        super().__init__(task, R_TASKS, split, (3, 84, 84), render_mode)
         self.action_space = gym.spaces.Box(-1, 1, (6,), np.float32)
         self.mujoco = load_mujoco()
         checkers = "".join(
@@ -585,8 +596,10 @@ class UR5Env(MultiTargetEnv):
         """The camera's view, and beside it what the agent sees of it at 84x84."""
         if self.large_renderer is None:
             quality = self.model.vis.quality
+            small = quality.numslices, quality.numstacks, quality.offsamples
             quality.numslices, quality.numstacks, quality.offsamples = 32, 16, 4
             self.large_renderer = self.new_renderer(480)
+            quality.numslices, quality.numstacks, quality.offsamples = small  # for the next renderer of observations
         self.large_renderer.update_scene(self.data, "front")
         return np.concatenate([self.large_renderer.render(), enlarge(self.image, 480)], axis=1)
 

@@ -18,14 +18,14 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import vizdoom
-from agents import Walker, reach_action
 from gymnasium.utils.env_checker import check_env
+from helpers import ROOT, engines, wait_until
 
 import envs
+from tools.scripted import Walker, reach_action
 
 V_TASKS, R_TASKS = list(envs.V_TASKS), list(envs.R_TASKS)
 SPLITS = [(task, "seen") for task in V_TASKS + R_TASKS] + [(task, "unseen") for task in ("v2", "v4", "r2")]
-ROOT = Path(__file__).parent.parent
 
 
 def make(task, split="seen", **kwargs):
@@ -416,6 +416,7 @@ def random_outcomes(task, first, episodes):
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", V_TASKS + R_TASKS)
 def test_random_policy(task):
     with multiprocessing.get_context("spawn").Pool(2) as pool:
@@ -435,6 +436,7 @@ def scripted_wins(first, episodes):
     return wins
 
 
+@pytest.mark.slow
 def test_scripted_agent_wins_v1():
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         wins = sum(pool.starmap(scripted_wins, [(0, 100), (100, 100)]))
@@ -454,6 +456,7 @@ def scripted_maze_lengths(task, goals):
     return lengths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["v3", "v4"])
 def test_every_object_of_the_maze_can_be_reached(task):
     with multiprocessing.get_context("spawn").Pool(2) as pool:
@@ -500,6 +503,7 @@ def fingerprint(task, split, seed, pause=0.0, before=0):
     return digest.hexdigest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "split"), SPLITS)
 def test_an_episode_is_a_function_of_its_seed(task, split):
     with multiprocessing.get_context("spawn").Pool(2) as pool:
@@ -509,28 +513,6 @@ def test_an_episode_is_a_function_of_its_seed(task, split):
 
 
 # -------------------------------------------------------------------------------------------------------- hard to break
-
-
-def engines(marker):
-    """The live engines started by a process with this variable in its environment."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if (
-                b"+viz_instance_id" in (process / "cmdline").read_bytes()
-                and marker.encode() in (process / "environ").read_bytes()
-            ):
-                found.append(int(process.name))
-        except OSError:  # it ended meanwhile, or is not ours
-            continue
-    return found
-
-
-def wait_until(condition, seconds=5):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
 
 
 OWNER = """
@@ -557,6 +539,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_no_engine_outlives_its_owner(ending, tmp_path):
     marker = f"GACE_TEST={uuid.uuid4()}"
@@ -626,6 +609,7 @@ def make_task(task):
     return lambda: make(task)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["v1", "r1"])
 def test_twenty_environments_at_once(task):
     mine = make(task)  # an environment of the parent, alive across the fork
@@ -653,6 +637,7 @@ def resident_kilobytes(pid):
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["v2", "r2"])
 def test_ten_thousand_resets_leak_nothing(task, monkeypatch):
     monkeypatch.setenv("GACE_SELF", str(uuid.uuid4()))
@@ -670,6 +655,16 @@ def test_ten_thousand_resets_leak_nothing(task, monkeypatch):
         env.reset()
     for (memory, files), (memory_before, files_before) in zip(usage(), before, strict=True):
         assert memory < memory_before + 4000 and files <= files_before
+    env.close()
+
+
+@pytest.mark.parametrize("task", ["v1", "r1"])
+def test_rendering_and_closing_changes_no_observation(task):
+    env = make(task, render_mode="rgb_array")
+    before = env.reset(seed=0)[0]["image"].copy()
+    env.render()
+    env.close()
+    assert np.array_equal(env.reset(seed=0)[0]["image"], before)
     env.close()
 
 
@@ -711,10 +706,10 @@ def test_rendering_backend_that_fails_names_the_packages():
 
 
 def test_bench_prints_a_table():
-    command = [sys.executable, "bench.py", "--tasks", "v1", "r1", "--seconds", "1"]
+    command = [sys.executable, "-m", "tools.bench", "--tasks", "v1", "r1", "--seconds", "1"]
     lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     assert [line.split()[1] for line in lines[2:]] == ["V1", "R1"]
     shares = [int(re.search(r"(\d+)%", line)[1]) for line in lines[2:]]
     assert 50 < shares[0] <= 100 and 50 < shares[1] <= 100  # the bars, 70 and 85, are for a quiet machine
-    wrong = subprocess.run([*command[:3], "v9"], cwd=ROOT, capture_output=True, text=True)
+    wrong = subprocess.run([*command[:4], "v9"], cwd=ROOT, capture_output=True, text=True)
     assert wrong.returncode and wrong.stderr.strip() == "unknown task 'v9'; use any of v1 v2 v3 v4 r1 r2 r3"

@@ -1,21 +1,23 @@
 """The equations of sac_gace_ur5.py against references written out here, and the script run as a user runs it."""
 
+import copy
+import itertools
 import math
 import os
 import signal
-import time
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from test_a3c import ROOT, Run, call, gradients
-from test_envs import wait_until
+from helpers import ROOT, Run, answer_of, call, gradients, wait_until
 
 import sac_gace_ur5 as sac
 
-SCRIPT = str(ROOT / "sac_gace_ur5.py")
+SCRIPT = "sac_gace_ur5.py"
 
 
 def random_images(number):
@@ -24,7 +26,7 @@ def random_images(number):
 
 def make_agent(**kwargs):
     torch.manual_seed(0)
-    return sac.Agent(sac.Args(cuda=False, **kwargs), goals=3).eval()
+    return sac.Agent(sac.Args(**kwargs)).eval()
 
 
 # ----------------------------------------------------------------------------------------------------------- equations
@@ -65,12 +67,15 @@ def test_attention_is_equations_10_and_11():
     assert torch.allclose(conditioning(features, query, goals), expected, atol=1e-5)
 
 
-def test_concatenated_query_replaces_the_attention():
+def test_concatenated_query_is_a_feature_beside_the_encoding():
+    """The paper's ablation: [e_t, q] takes the place of e_t, and there is no attention."""
     conditioning = make_agent(gdan=True, concat_query=True).critic.conditioning
-    assert not hasattr(conditioning, "w_q")
-    features, goals = torch.randn(2, 256).tanh(), torch.tensor([0, 2])
-    outputs = [conditioning(features, query, goals) for query in (torch.zeros(2, 256), torch.ones(2, 256))]
-    assert not torch.allclose(*outputs)
+    features, query, goals = torch.randn(2, 256).tanh(), torch.randn(2, 256).relu(), torch.tensor([0, 2])
+    gate = torch.sigmoid(conditioning.instruction(conditioning.embedding(goals)))
+    gated = torch.cat([features, query], 1) * gate
+    encoding = torch.relu(conditioning.linear(torch.cat([gated, gate], 1)))
+    assert torch.allclose(conditioning(features, query, goals), torch.cat([gated, encoding], 1), atol=1e-6)
+    assert gated.shape == (2, 512) and not hasattr(conditioning, "w_q")
 
 
 def test_policies():
@@ -115,13 +120,26 @@ def test_ae_loss_sees_the_image():
 # ----------------------------------------------------------------------------------------------- which loss trains what
 
 
+def add(replay, image, action=0.0, reward=0.0, goal=0, terminal=False, usable=True):
+    """Adds a frame of one environment."""
+    step = np.zeros(1, sac.ReplayBuffer.step)
+    step["action"], step["reward"], step["goal"], step["terminal"], step["usable"] = (
+        action,
+        reward,
+        goal,
+        terminal,
+        usable,
+    )
+    replay.add(image[None], step)
+
+
 @pytest.fixture
 def stored(tmp_path):
     rng = np.random.default_rng(0)
-    replay, storage = sac.ReplayBuffer(tmp_path, 200, 1), sac.GoalStorage(tmp_path / "goal_states.bin", 100)
+    replay, storage = sac.ReplayBuffer(tmp_path, 200, 1), sac.GoalStorage(tmp_path, 100)
     for i in range(60):
         image = rng.integers(256, size=(3, 84, 84), dtype=np.uint8)
-        replay.add(image, rng.uniform(-1, 1, 6), 0.1, i % 3, i % 7 == 5, i % 7 != 6)
+        add(replay, image, rng.uniform(-1, 1, 6), 0.1, i % 3, i % 7 == 5, i % 7 != 6)
         storage.add(image, i % 4)
     return replay, storage
 
@@ -148,13 +166,13 @@ def test_each_loss_trains_what_it_should(gdan, stored):
 
     # In the script itself: with the critic's optimiser standing still, only the actor moves, and the other way round.
     for moving in ("critic", "actor"):
-        args = sac.Args(cuda=False, gdan=gdan, batch_size=8, goal_batch_size=8)
+        args = sac.Args(gdan=gdan, batch_size=8, goal_batch_size=8)
         agent = make_agent(gdan=gdan)
         target = make_agent(gdan=gdan).requires_grad_(False)
         actor = list(agent.actor.parameters())
         rest = [p for p in agent.parameters() if all(p is not a for a in actor)]
         rates = {"critic": 1e-3 * (moving == "critic"), "actor": 1e-3 * (moving == "actor")}
-        optimizers = {"critic": torch.optim.SGD(rest, rates["critic"]), "actor": torch.optim.SGD(actor, rates["actor"])}
+        optimizers = torch.optim.SGD(rest, rates["critic"]), torch.optim.SGD(actor, rates["actor"])
         before = {name: p.detach().clone() for name, p in agent.named_parameters()}
         sac.learn(args, agent, target, optimizers, *stored, np.random.default_rng(0), "cpu")
         moved = {name.split(".")[0] for name, p in agent.named_parameters() if not torch.equal(p, before[name])}
@@ -169,17 +187,17 @@ def test_target_follows_parameters_and_normalisation():
         for tensor in (*agent.parameters(), *agent.buffers()):
             tensor.add_(1)
     before = [t.clone() for t in (*target.parameters(), *target.buffers()) if t.is_floating_point()]
-    sac.follow(target, agent, 0.25)
+    sac.soft_update(target, agent, 0.25)
     after = [t for t in (*target.parameters(), *target.buffers()) if t.is_floating_point()]
     assert all(torch.allclose(new - old, torch.tensor(0.25), atol=1e-5) for new, old in zip(after, before, strict=True))
 
 
 def test_parameters_that_are_not_finite_stop_the_run(stored):
     agent, target = make_agent(), make_agent().requires_grad_(False)
-    optimizers = {"critic": torch.optim.Adam(agent.critic.parameters(), 1e-4)}
-    optimizers["actor"] = torch.optim.Adam(agent.actor.parameters(), float("inf"))  # after a loss that is finite
+    critic = torch.optim.Adam(agent.critic.parameters(), 1e-4)
+    optimizers = critic, torch.optim.Adam(agent.actor.parameters(), float("inf"))  # after a loss that is finite
     with pytest.raises(FloatingPointError, match="parameter is not finite"):
-        sac.learn(sac.Args(cuda=False), agent, target, optimizers, *stored, np.random.default_rng(0), "cpu")
+        sac.learn(sac.Args(), agent, target, optimizers, *stored, np.random.default_rng(0), "cpu")
 
 
 # -------------------------------------------------------------------------------------------------------------- storage
@@ -190,8 +208,8 @@ def fill(replay, episodes, length=5):
     for episode in range(episodes):
         for t in range(length):
             image = np.full((3, 84, 84), (10 * episode + t) % 256, np.uint8)
-            replay.add(image, np.full(6, t / 10), float(episode), episode % 3, t == length - 1)
-        replay.add(np.full((3, 84, 84), (10 * episode + length) % 256, np.uint8), usable=False)
+            add(replay, image, np.full(6, t / 10), float(episode), episode % 3, t == length - 1)
+        add(replay, np.full((3, 84, 84), (10 * episode + length) % 256, np.uint8), usable=False)
 
 
 @pytest.mark.parametrize("episodes", [3, 20])  # the second goes round the ring three times
@@ -223,11 +241,11 @@ def test_replay_sums_the_rewards_of_n_steps(n_step, capacity, num_envs, tmp_path
             stream.append((0.0, False, False))
         streams.append(stream[:60])
     for i in range(60):
+        images, steps = np.full((num_envs, 3, 84, 84), i, np.uint8), np.zeros(num_envs, sac.ReplayBuffer.step)
         for env, stream in enumerate(streams):
-            reward, terminal, usable = stream[i]
-            image = np.full((3, 84, 84), i, np.uint8)
-            image[1] = env
-            replay.add(image, reward=reward, terminal=terminal, usable=usable)
+            images[env, 1] = env
+            steps["reward"][env], steps["terminal"][env], steps["usable"][env] = stream[i]
+        replay.add(images, steps)
 
     images, _, returns, next_images, discounts, _ = replay.sample(300, rng, n_step, 0.9)
     for image, next_image, total, discount in zip(images, next_images, returns, discounts, strict=True):
@@ -245,31 +263,14 @@ def test_replay_takes_disk_only_as_it_fills_and_survives(tmp_path):
     replay = sac.ReplayBuffer(tmp_path, 100_000, 1)
     fill(replay, 4)
     frames = tmp_path / "replay_frames.bin"
-    assert frames.stat().st_size == 100_000 * 84 * 84 * 3  # 2.1 GB, if it were full
-    assert frames.stat().st_blocks * 512 < 3e6
+    assert frames.stat().st_size == 24 * 84 * 84 * 3
     again = sac.ReplayBuffer(tmp_path, 100_000, 1, replay.count)
     ours, theirs = (buffer.sample(50, np.random.default_rng(0), 5, 0.99) for buffer in (replay, again))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_storage_costs_the_same_with_much_as_with_little(tmp_path):
-    def sample_seconds(stored):
-        (tmp_path / str(stored)).mkdir()
-        replay = sac.ReplayBuffer(tmp_path / str(stored), 500_000, 8, stored)
-        replay.steps["usable"][:stored] = True
-        rng, times = np.random.default_rng(0), []
-        for _ in range(20):
-            start = time.perf_counter()
-            replay.sample(128, rng, 5, 0.99)  # mostly records never read before, unlike those of the small storage
-            times.append(time.perf_counter() - start)
-        return np.median(times)
-
-    # Where the system reads far ahead of every fault, it was 2 s before the storage advised against it.
-    assert sample_seconds(500_000) < 3 * sample_seconds(10_000) + 0.05
-
-
 def test_goal_storage_is_bounded_and_keeps_states_and_labels(tmp_path):
-    storage = sac.GoalStorage(tmp_path / "goals.bin", 10)
+    storage = sac.GoalStorage(tmp_path, 10)
     images = random_images(25)
     for i, image in enumerate(images):
         storage.add(image.numpy(), i)
@@ -282,7 +283,7 @@ def test_goal_storage_is_bounded_and_keeps_states_and_labels(tmp_path):
 # ------------------------------------------------------------------------------------------------------- as a user does
 
 TINY = "--warmup 120 --total-updates 6 --eval-every 3 --episodes 2 --batch-size 8 --goal-batch-size 8 --no-cuda".split()
-TINY += ["--replay-size", "5000"]
+TINY += ["--replay-size", "5000", "--accuracy-states", "4"]
 MODES = {
     "sac+gaussian": ["--aux", "none", "--policy", "gaussian"],
     "sac+ae": ["--aux", "ae"],
@@ -298,20 +299,9 @@ def test_names_of_the_algorithms():
     assert sac.algorithm(sac.Args(gdan=True)) == "sac+gace+gdan"
 
 
-def start(folder, *arguments):
-    return Run(folder, *arguments, script=SCRIPT)
-
-
-def updates_of(run):
-    try:
-        return torch.load(run.run_folder / "checkpoint.pt")["counters"]["updates"]
-    except (ValueError, FileNotFoundError):
-        return -1
-
-
 @pytest.mark.parametrize("algorithm", MODES)
-def test_every_mode_trains_evaluates_and_is_evaluated_again(algorithm, tmp_path, monkeypatch, capsys):
-    run = start(tmp_path, *TINY, *MODES[algorithm])
+def test_every_mode_trains_evaluates_and_is_evaluated_again(algorithm, tmp_path):
+    run = Run(tmp_path, SCRIPT, *TINY, *MODES[algorithm])
     assert run.wait() == 0, run.output
     task = {"sac+gace": "r2", "sac+curl": "r3"}.get(algorithm, "r1")
     assert run.run_folder.name.startswith(f"{task}__{algorithm}__1__")
@@ -319,19 +309,94 @@ def test_every_mode_trains_evaluates_and_is_evaluated_again(algorithm, tmp_path,
     assert [(row["update"], row["split"]) for row in run.rows()] == [(u, s) for u in ("3", "6") for s in splits]
     assert list(run.rows()[0]) == sac.METRICS
     assert all(0 <= float(row["success_ratio"]) <= 1 for row in run.rows())
-    assert updates_of(run) == 6
-
-    video = ["--capture-video"] if "+green" in algorithm else []
-    checkpoint = run.run_folder / "checkpoint.pt"
-    call(sac, monkeypatch, "--evaluate", checkpoint, "--episodes", 2, "--no-cuda", *video)
-    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("update 6")]
-    last = run.rows()[-len(splits) :]
-    for row, line in zip(last, shown, strict=True):
+    measured = [float(row["discriminator_accuracy"]) for row in run.rows()]
+    assert all(0 <= accuracy <= 1 for accuracy in measured) if "gace" in algorithm else all(np.isnan(measured))
+    assert run.updates() == 6
+    command = [sys.executable, "-m", "tools.enjoy", str(run.run_folder / "checkpoint.pt"), "--episodes", "2"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    for row, line in zip(run.rows()[-len(splits) :], shown, strict=True):
         assert f"success {float(row['success_ratio']):.1%}" in line
         assert f"return {float(row['episode_return']):.2f}" in line
-    if video:
-        with Image.open(run.run_folder / "checkpoint_seen.gif") as gif:
-            assert gif.n_frames > 20 and gif.size[0] >= 480
+
+
+def test_accuracy_is_measured_on_the_same_states_in_every_run():
+    args = sac.Args(task="r2", accuracy_states=5, seed=7)
+    states, labels = sac.collect_goal_states(args, "unseen", lambda: None)
+    again, _ = sac.collect_goal_states(replace(args, seed=8, gdan=True), "unseen", lambda: None)
+    assert labels.tolist() == [0, 1, 2, 3, 0] and torch.equal(states, again)  # 3 is the negative class
+    agent = make_agent()
+    with torch.no_grad():
+        features = agent.feature_extractor(states.contiguous(memory_format=torch.channels_last))
+        guesses = agent.goal_discriminator(features).argmax(-1)
+    assert sac.discriminator_accuracy(agent, states, guesses) == 1.0
+    assert sac.discriminator_accuracy(agent, states, (guesses + 1) % 4) == 0.0
+
+
+class FakeRun:
+    """SAC with an auxiliary loss in this process, with small batches."""
+
+    def __init__(self, folder, aux):
+        self.args = sac.Args(aux=aux, batch_size=64)
+        self.coef, self.rng, self.updates = f"{aux}_coef", np.random.default_rng(0), 0
+        self.agent, self.target = make_agent(aux=aux), make_agent(aux=aux).requires_grad_(False)
+        self.optimizers = sac.make_optimizers(self.args, self.agent)
+        self.replay = sac.ReplayBuffer(folder, 20_000, 8)
+        self.players, self.seeds = [sac.Player(self.args) for _ in range(8)], itertools.count()
+        for player in self.players:
+            player.begin(next(self.seeds))
+        for _ in range(500):
+            self.turn(self.rng.uniform(-1, 1, (8, 6)).astype(np.float32))
+
+    def turn(self, actions=None):
+        images, goals = np.stack([p.image for p in self.players]), [p.goal for p in self.players]
+        actions = self.agent.act(images, goals, explore=True) if actions is None else actions
+        steps = np.zeros(8, sac.ReplayBuffer.step)
+        steps["action"], steps["goal"] = actions, goals
+        for player, action, step in zip(self.players, actions, steps, strict=True):
+            if player.over:
+                player.begin(next(self.seeds))
+                continue
+            player.step(action)
+            step["reward"], step["terminal"], step["usable"] = player.rewards[-1], player.terminated, True
+        self.replay.add(images, steps)
+
+    def train(self, updates):
+        while self.updates < updates:
+            for _ in range(4):
+                self.turn()
+            sac.learn(self.args, self.agent, self.target, self.optimizers, self.replay, None, self.rng, "cpu")
+            sac.soft_update(self.target, self.agent, self.args.tau)
+            self.updates += 1
+
+    def encoder_norms(self):
+        """Mean norm of the encoder's gradient by the critic loss, and by the auxiliary loss, over five batches."""
+        norms = []
+        for seed in range(5):
+            found = []
+            for coef in (0.0, getattr(self.args, self.coef)):
+                agent = copy.deepcopy(self.agent)
+                rest = [p for name, p in agent.named_parameters() if not name.startswith("actor.")]
+                still = torch.optim.SGD(rest, 0.0), torch.optim.SGD(agent.actor.parameters(), 0.0)
+                torch.manual_seed(0)
+                args, rng = replace(self.args, **{self.coef: coef}), np.random.default_rng(seed)
+                sac.learn(args, agent, self.target, still, self.replay, None, rng, "cpu")
+                found.append(torch.cat([p.grad.flatten() for p in agent.feature_extractor.parameters()]))
+            norms.append((found[0].norm().item(), (found[1] - found[0]).norm().item()))
+        return np.mean(norms, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("aux", ["ae", "curl"])
+def test_auxiliary_loss_weighs_as_much_as_the_critic_loss(aux, tmp_path):
+    """On the encoder, within a factor of 10, at the start and after 200 updates."""
+    run = FakeRun(tmp_path, aux)
+    for updates in (0, 200):
+        run.train(updates)
+        rl, auxiliary = run.encoder_norms()
+        print(f"gradient on the encoder after {updates} updates: critic {rl:.3g}, {aux} {auxiliary:.3g}")
+        assert 0.1 < auxiliary / rl < 10
+    for player in run.players:
+        player.env.close()
 
 
 def test_auto_labelling(tmp_path, monkeypatch):
@@ -342,12 +407,11 @@ def test_auto_labelling(tmp_path, monkeypatch):
     (run_folder,) = Path("runs").iterdir()
     counters = torch.load(run_folder / "checkpoint.pt")["counters"]
     replay = sac.ReplayBuffer(run_folder, 5000, 8, counters["replay"])
-    storage = sac.GoalStorage(run_folder / "goal_states.bin", 500_000, counters["goals"])
-    records = np.fromfile(run_folder / "goal_states.bin", np.uint8).reshape(-1, storage.record_bytes)
+    records = np.fromfile(run_folder / "goal_states.bin", sac.GoalStorage.record)
     expected, outcomes = [], []  # label and frame; an episode that has just ended has not had its turn to store a frame
     for end in range(8, replay.count + 8):
         before = replay.steps[end - 8]
-        frame = replay.frames[end] if end < replay.count else None
+        frame = replay.frames.read(np.array([end]))["image"][0] if end < replay.count else None
         if not before["usable"] or not (before["terminal"] or before["reward"] < -0.05):  # goes on
             continue
         assert before["goal"] == 1 and (frame is None or not replay.steps["usable"][end])
@@ -358,108 +422,141 @@ def test_auto_labelling(tmp_path, monkeypatch):
     assert set(outcomes) == {"success", "other box", "time-out"}
     assert len(records) == len(expected) > 40
     for record, (label, frame) in zip(records, expected, strict=True):
-        assert record[-1] == label and (frame is None or np.array_equal(record[:-1], frame.ravel()))
+        assert record["label"] == label and (frame is None or np.array_equal(record["image"], frame))
 
 
+def same_run(ours, theirs):
+    assert ours["counters"] == theirs["counters"] and ours["under_way"] == theirs["under_way"]
+    for part in ("agent", "target"):
+        assert all(torch.equal(ours[part][name], theirs[part][name]) for name in ours[part])
+    keep = ("update", "env_steps", "split", "success_ratio", "discriminator_accuracy", "episode_return")
+    rows = [[[repr(row[name]) for name in keep] for row in run["rows"]] for run in (ours, theirs)]  # nan equals nan
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.slow
 def test_resumed_run_is_the_same_as_an_uninterrupted_one(tmp_path):
     arguments = [*TINY, "--gdan", "--total-updates", "40", "--eval-every", "15", "--checkpoint-every", "0.2"]
     arguments += ["--num-envs", "3", "--env-steps-per-update", "6", "--replay-size", "160"]  # goes round twice
     folders = [tmp_path / name for name in ("whole", "interrupted")]
     for folder in folders:
         folder.mkdir()
-    whole = start(folders[0], *arguments)
+    whole = Run(folders[0], SCRIPT, *arguments)
     assert whole.wait() == 0, whole.output
-    with start(folders[1], *arguments) as interrupted:
-        assert wait_until(lambda: updates_of(interrupted) >= 5, 60)
+    with Run(folders[1], SCRIPT, *arguments) as interrupted:
+        assert wait_until(lambda: interrupted.updates() >= 5, 60)
         interrupted.process.send_signal(signal.SIGTERM)
         interrupted.wait(10)
-        assert 5 <= updates_of(interrupted) < 40
-    resumed = start(folders[1], "--resume", str(interrupted.run_folder))
+        assert 5 <= interrupted.updates() < 40
+    resumed = Run(folders[1], SCRIPT, "--resume", interrupted.run_folder)
     assert resumed.wait() == 0, resumed.output
-    ours, theirs = (torch.load(run.run_folder / "checkpoint.pt") for run in (interrupted, whole))
-    assert ours["counters"] == theirs["counters"]
-    for part in ("agent", "target"):
-        assert all(torch.equal(ours[part][name], theirs[part][name]) for name in ours[part])
-    keep = ("update", "env_steps", "split", "success_ratio", "episode_return")
-    assert [[row[k] for k in keep] for row in interrupted.rows()] == [[row[k] for k in keep] for row in whole.rows()]
+    same_run(interrupted.checkpoint(), whole.checkpoint())
+
+
+def run_in_process(folder, monkeypatch, *arguments):
+    folder.mkdir(exist_ok=True)
+    monkeypatch.chdir(folder)
+    call(sac, monkeypatch, *arguments)
+    (run_folder,) = Path("runs").iterdir()
+    return run_folder, torch.load(run_folder / "checkpoint.pt")
+
+
+def interrupted_in(monkeypatch, name, folder, *arguments):
+    """A run that gets SIGTERM in the first call of one of the script's functions, and the run resumed."""
+    function = getattr(sac, name)
+
+    def interrupt(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return function(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sac, name, interrupt)
+        run_folder, stopped = run_in_process(folder, monkeypatch, *arguments)
+    return stopped, run_in_process(folder, monkeypatch, "--resume", run_folder)[1]
 
 
 def test_resumed_between_the_end_of_an_episode_and_its_last_frame(tmp_path, monkeypatch):
-    def run(folder, *arguments):
-        folder.mkdir(exist_ok=True)
-        monkeypatch.chdir(folder)
-        call(sac, monkeypatch, *arguments)
-        (run_folder,) = Path("runs").iterdir()
-        return run_folder, torch.load(run_folder / "checkpoint.pt")
-
-    def learn_and_stop(*args, learn=sac.learn):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return learn(*args)
-
     arguments = [*TINY, "--aux", "none", "--warmup", 147, "--num-envs", 3, "--env-steps-per-update", 3]
-    _, whole = run(tmp_path / "whole", *arguments)
-    with monkeypatch.context() as patch:
-        patch.setattr(sac, "learn", learn_and_stop)
-        run_folder, stopped = run(tmp_path / "interrupted", *arguments)
-    counters = stopped["counters"]
-    assert (counters["updates"], counters["episode_steps"], counters["replay"]) == (1, [50] * 3, 150)
-    _, resumed = run(tmp_path / "interrupted", "--resume", run_folder)
-    assert whole["counters"] == resumed["counters"] and whole["counters"]["updates"] == 6
-    assert all(torch.equal(whole["agent"][name], resumed["agent"][name]) for name in whole["agent"])
+    _, whole = run_in_process(tmp_path / "whole", monkeypatch, *arguments)
+    stopped, resumed = interrupted_in(monkeypatch, "learn", tmp_path / "interrupted", *arguments)
+    assert stopped["counters"]["updates"] == 1 and stopped["counters"]["replay"] == 150
+    assert [steps for _, steps in stopped["under_way"]] == [50] * 3
+    same_run(whole, resumed)
+    assert whole["counters"]["updates"] == 6
 
 
+def test_resumed_in_an_evaluation(tmp_path, monkeypatch):
+    arguments = [*TINY, "--aux", "none", "--task", "r2"]
+    _, whole = run_in_process(tmp_path / "whole", monkeypatch, *arguments)
+    stopped, resumed = interrupted_in(monkeypatch, "evaluate", tmp_path / "interrupted", *arguments)
+    assert stopped["counters"]["updates"] == 3 and stopped["rows"] == []
+    assert [(row["update"], row["split"]) for row in resumed["rows"]][:2] == [(3, "seen"), (3, "unseen")]
+    same_run(whole, resumed)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGINT", "SIGKILL"])
 def test_interrupted_run_goes_on(how, tmp_path):
-    with start(tmp_path, *TINY, "--total-updates", "100000", "--checkpoint-every", "0.2") as run:
-        assert wait_until(lambda: updates_of(run) >= 4, 60)
+    with Run(tmp_path, SCRIPT, *TINY, "--total-updates", "100000", "--checkpoint-every", "0.2") as run:
+        assert wait_until(lambda: run.updates() >= 4, 60)
         os.killpg(run.process.pid, getattr(signal, how))
         run.wait(10)
-    before = updates_of(run)
-    resumed = start(
-        tmp_path, "--resume", str(run.run_folder), "--total-updates", str(before + 3), "--learning-rate", "1e-5"
+    if how == "SIGINT":
+        assert f"--resume {run.run_folder.relative_to(tmp_path)}" in run.output.splitlines()[-1]
+    before = run.updates()
+    resumed = Run(
+        tmp_path, SCRIPT, "--resume", run.run_folder, "--total-updates", before + 3, "--learning-rate", "1e-5"
     )
     assert resumed.wait() == 0, resumed.output
-    assert updates_of(run) == before + 3
-    optimizers = torch.load(run.run_folder / "checkpoint.pt")["optimizers"]
-    assert all(group["lr"] == 1e-5 for optimizer in optimizers.values() for group in optimizer["param_groups"])
+    assert run.updates() == before + 3
+    groups = [group for optimizer in run.checkpoint()["optimizers"] for group in optimizer["param_groups"]]
+    assert all(group["lr"] == 1e-5 for group in groups)
     assert not list(run.run_folder.glob("*.tmp"))
 
 
 def test_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path):
-    run = start(tmp_path, *TINY, "--gamma", "nan")
-    assert run.wait() != 0 and "a loss or a parameter is not finite" in run.output.splitlines()[-1]
-    agent = torch.load(run.run_folder / "checkpoint.pt")["agent"]
-    assert all(torch.isfinite(tensor).all() for tensor in agent.values())
+    run = Run(tmp_path, SCRIPT, *TINY, "--learning-rate", "1e4", "--total-updates", "100", "--eval-every", "1000")
+    assert run.wait() != 0 and "is not finite" in run.output.splitlines()[-2], run.output
+    assert "--resume" in run.output.splitlines()[-1]
+    assert all(torch.isfinite(tensor).all() for tensor in run.checkpoint()["agent"].values())
 
 
 def test_bad_input_is_answered_in_a_line_or_two(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("damaged.pt").write_bytes(b"PK\x03\x04 cut off")
-    torch.save({"model": torch.zeros(3)}, "foreign.pt")
+    Path("damaged").mkdir()
+    Path("damaged/checkpoint.pt").write_bytes(b"PK\x03\x04 cut off")
+    Path("foreign").mkdir()
+    torch.save({"model": torch.zeros(3)}, "foreign/checkpoint.pt")
     for arguments, expected in [
-        (["--gdan", "--aux", "ae"], "use --aux gace"),
+        (["--gdan", "--aux", "ae"], "--gdan needs the goal-discriminator"),
         (["--concat-query"], "add --gdan"),
         (["--fixed-goal", "pink"], "use one of red, green, blue"),
-        (["--evaluate", "missing.pt"], "missing.pt does not exist"),
-        (["--evaluate", "damaged.pt"], "damaged.pt is not a whole checkpoint"),
-        (["--evaluate", "foreign.pt"], "foreign.pt is not a whole checkpoint"),
         (["--resume", "nowhere"], "nowhere/checkpoint.pt does not exist"),
-        (["--goal-batch-size", "0"], "--goal-batch-size must be at least 1"),
-        (["--env-steps-per-update", "4"], "8 environments need an --env-steps-per-update of at least 8"),
+        (["--resume", "damaged"], "damaged/checkpoint.pt is not a whole checkpoint of sac_gace_ur5.py"),
+        (["--resume", "foreign"], "foreign/checkpoint.pt is not a whole checkpoint"),
+        (["--goal-batch-size", "0"], "--goal-batch-size must be between 1 and"),
+        (["--env-steps-per-update", "4"], "8 environments need --env-steps-per-update 8 or more"),
         (["--replay-size", "100"], "8 environments need a --replay-size of at least 408"),
-        (["--seed", "-1"], "--seed must be"),
-        (["--exploration-noise", "nan"], "--exploration-noise must be"),
-        (["--replay-size", "1000000000000", "--total-updates", "1000000000000"], "use a --replay-size of at most"),
+        (["--n-step", "1000000000"], "--n-step must be between 1 and 50"),
+        (["--seed", "-1"], "--seed must be between 0 and"),
+        (["--gamma", "nan"], "--gamma must be between 0 and 1"),
+        (["--exploration-noise", "nan"], "--exploration-noise must be between"),
+        (["--paper", "--n-step", "3"], "--paper sets --n-step to 1"),
+        (["--replay-size", "1000000000", "--total-updates", "1000000000"], "use a --replay-size of at most"),
     ]:
-        with pytest.raises(SystemExit, match=expected) as answer:
-            call(sac, monkeypatch, *arguments)
-        assert len(str(answer.value).splitlines()) <= 2
+        assert expected in answer_of(sac, monkeypatch, *arguments)
     assert not Path("runs").exists()
     call(sac, monkeypatch, *TINY, "--total-updates", 1)
     (run_folder,) = Path("runs").iterdir()
-    (run_folder / "replay_steps.bin").unlink()
-    for arguments, expected in [([], "has lost its replay_steps.bin"), (["--task", "r2"], "keeps its --task: r1")]:
-        with pytest.raises(SystemExit, match=expected):
-            call(sac, monkeypatch, "--resume", run_folder, *arguments)
-    run = start(tmp_path, "--gdan", "--aux", "none")
+    assert "keeps its --task: r1" in answer_of(sac, monkeypatch, "--resume", run_folder, "--task", "r2")
+    for name in ("replay_steps.bin", "replay_frames.bin", "goal_states.bin"):
+        whole = (run_folder / name).read_bytes()
+        for damage in (lambda path: path.write_bytes(b""), Path.unlink):
+            damage(run_folder / name)
+            assert f"{name} is damaged or lost" in answer_of(sac, monkeypatch, "--resume", run_folder)
+        (run_folder / name).write_bytes(whole)
+    checkpoint = torch.load(run_folder / "checkpoint.pt")
+    torch.save({name: checkpoint[name] for name in ("args", "agent", "counters")}, run_folder / "checkpoint.pt")
+    assert "holds a trained agent without its run" in answer_of(sac, monkeypatch, "--resume", run_folder)
+    run = Run(tmp_path, SCRIPT, "--gdan", "--aux", "none")
     assert run.wait() != 0 and len(run.output.strip().splitlines()) <= 2, run.output

@@ -1,7 +1,7 @@
 """What a trained agent looks at: perturbation saliency (Greydanus et al., 2018), as in the paper's figure.
 
-    python saliency.py runs/RUN/checkpoint.pt                       # the task it was trained on
-    python saliency.py runs/RUN/checkpoint.pt --task v2 --split unseen --goal Bonus
+    python -m tools.saliency runs/RUN/checkpoint.pt                       # the task it was trained on
+    python -m tools.saliency runs/RUN/checkpoint.pt --task v2 --split unseen --goal Bonus
 
 A small patch of the frame is blurred, and how far the policy and the value move is the saliency of that patch: policy
 in blue, value in red, both in purple. The goal is circled in yellow, the other objects in green. Writes a sheet of
@@ -23,6 +23,7 @@ from tqdm import tqdm
 import a3c_gace_vizdoom
 import envs
 import sac_gace_ur5
+from tools.enjoy import check_choice, load_agent
 
 
 @dataclass
@@ -130,10 +131,8 @@ class DoomAgent:
 
     picture_size, actions = (480, 360), ("forward", "left", "right")
 
-    def __init__(self, path):
-        checkpoint, self.args = a3c_gace_vizdoom.load_checkpoint(path)
-        self.agent = a3c_gace_vizdoom.Agent(self.args)
-        a3c_gace_vizdoom.flatten(self.agent)[0].copy_(checkpoint["parameters"])
+    def __init__(self, trained, agent):
+        self.rad, self.agent = trained.aux == "rad", agent
 
     def begin(self):
         self.memory = torch.zeros(2, 1, 256)
@@ -141,12 +140,11 @@ class DoomAgent:
     def look(self, observation):
         """The action, its name, and both maps."""
         image, goal = observation["image"], torch.tensor([int(observation["goal"])])
-        side = a3c_gace_vizdoom.CROP if self.args.aux == "rad" else 42
-        middle = slice((42 - side) // 2, (42 + side) // 2)
 
         def network(images):
             memory = self.memory.expand(-1, len(images), -1)
-            return self.agent.act(images[..., middle, middle], goal.expand(len(images)), memory)
+            images = a3c_gace_vizdoom.crop(images) if self.rad else images
+            return self.agent.act(images, goal.expand(len(images)), memory)
 
         maps = saliency_maps(lambda images: network(images)[:2], image)
         logits, _, self.memory = network(torch.from_numpy(image)[None])
@@ -165,8 +163,8 @@ class UR5Agent:
 
     picture_size = (480, 480)
 
-    def __init__(self, path):
-        _, self.args, self.agent = sac_gace_ur5.load_checkpoint(path)
+    def __init__(self, trained, agent):
+        self.agent = agent
 
     def begin(self):
         pass
@@ -174,12 +172,12 @@ class UR5Agent:
     @torch.no_grad()
     def look(self, observation):
         image, goal = torch.from_numpy(observation["image"]), torch.tensor([int(observation["goal"])])
-        crop = sac_gace_ur5.crop if self.args.aux == "curl" else lambda images: images
-        action = self.agent.act(crop(image[None]), goal, explore=False)
+        action = torch.from_numpy(self.agent.act(image[None].numpy(), goal, explore=False))
 
         def network(images):
             goals = goal.expand(len(images))
-            features = self.agent.feature_extractor(crop(images).contiguous(memory_format=torch.channels_last))
+            images = sac_gace_ur5.crop(images) if self.agent.curl else images
+            features = self.agent.feature_extractor(images.contiguous(memory_format=torch.channels_last))
             query = self.agent.query(features)
             actions = self.agent.actor(features, query, goals, explore=False)[0]
             values = self.agent.critic(features, query, goals, action.expand(len(images), -1))
@@ -221,29 +219,18 @@ def draw(picture, maps, scales, objects, goal, caption):
 
 def main():
     args = tyro.cli(Args, description=__doc__)
-    try:
-        trained_on = torch.load(args.checkpoint, map_location="cpu", weights_only=True)["args"]["task"]
-    except FileNotFoundError:
-        raise SystemExit(f"{args.checkpoint} does not exist") from None
-    except Exception as error:
-        reason = str(error).split("\n")[0]
-        raise SystemExit(f"{args.checkpoint} is not a whole checkpoint of our scripts: {reason}") from None
-    task = args.task or trained_on
-    if task[0] != trained_on[0]:
-        raise SystemExit(
-            f"an agent of {trained_on} cannot play {task}: use one of {trained_on[0]}1, {trained_on[0]}2 ..."
-        )
-    if args.split == "unseen" and task not in ("v2", "v4", "r2"):
-        raise SystemExit(f"{task} has no unseen split")
-    agent = (DoomAgent if task[0] == "v" else UR5Agent)(args.checkpoint)
-    names = list(envs.ITEMS) if task[0] == "v" else sac_gace_ur5.goals_of(task)
-    if task[0] == "r" and len(names) > len(sac_gace_ur5.goals_of(trained_on)):
-        raise SystemExit(f"an agent of {trained_on} does not know the goals of {task}")
-    if args.goal and args.goal.lower() not in [name.lower() for name in names]:
-        raise SystemExit(f"unknown goal {args.goal!r}; use one of {', '.join(names)}")
+    script, _, trained, agent = load_agent(args.checkpoint)
+    task = args.task or trained.task
+    if task[0] != trained.task[0]:
+        family = ", ".join(envs.V_TASKS if trained.task in envs.V_TASKS else envs.R_TASKS)
+        raise SystemExit(f"an agent of {trained.task} cannot play {task}: use one of {family}")
+    if len(envs.goals_of(task)) > len(envs.goals_of(trained.task)):
+        raise SystemExit(f"an agent of {trained.task} does not know the goals of {task}")
+    check_choice(task, args.split, args.goal)
     if min(args.episodes, args.frames) < 1:
         raise SystemExit("--episodes and --frames must be at least 1")
 
+    agent = (DoomAgent if script is a3c_gace_vizdoom else UR5Agent)(trained, agent)
     env = gym.make(f"gace/{task.upper()}-v0", split=args.split, render_mode="rgb_array").unwrapped
     options = {"goal": args.goal} if args.goal else None
     episodes = []

@@ -1,12 +1,15 @@
-"""Draws docs/tasks.png: every task and split as a person and as the agent sees it, half way to the goal."""
+"""Draws docs/tasks.png: every task and split as a person and as the agent sees it, half way to the goal.
+
+python -m tools.contact_sheet
+"""
 
 from pathlib import Path
 
 import gymnasium as gym
 import matplotlib.pyplot as plt
-from agents import Walker, reach_action
 
 import envs
+from tools.scripted import Walker, reach_action
 
 SPLITS = [("v1", "seen"), ("v2", "seen"), ("v2", "unseen"), ("v3", "seen"), ("v4", "seen"), ("v4", "unseen")]
 SPLITS += [("r1", "seen"), ("r2", "seen"), ("r2", "unseen"), ("r3", "seen")]

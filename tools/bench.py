@@ -1,9 +1,9 @@
 """How close environments and training come to the limit they cannot beat. Both sides are measured in one run, so that
 the ratio holds on a machine that other programs slow down.
 
-    python bench.py                       # the environments of every task
-    python bench.py --tasks v1 r1 --seconds 20
-    python bench.py --training --tasks v1 r1 --seconds 60
+    python -m tools.bench                       # the environments of every task
+    python -m tools.bench --tasks v1 r1 --seconds 20
+    python -m tools.bench --training --tasks v1 r1 --seconds 60
 
 The limit of a V task is its engine alone: 4 tics, each followed by reading screen and depth. That of an R task is 16
 physics steps and one 84x84 image. The last column compares `reset()` with the engine's `new_episode()`.
@@ -115,7 +115,7 @@ def matrix_product_rate(threads, size=2048):
 
 
 def updates_of(checkpoint):
-    return checkpoint["updates"] if "updates" in checkpoint else checkpoint["counters"]["updates"]
+    return checkpoint["counters"]["updates"]
 
 
 def private_megabytes(pid):
@@ -165,31 +165,35 @@ def bench_training(task, seconds):
     navigation = task in envs.V_TASKS
     script = "a3c_gace_vizdoom.py" if navigation else "sac_gace_ur5.py"
     endless = ["--total-updates", "1000000000", "--eval-every", "1000000000", "--checkpoint-every", "3", "--no-cuda"]
+    endless += ["--accuracy-states", "4"]
     warmup = ["--warmup", "60"] if navigation else ["--warmup", "1000", "--replay-size", "500000"]
     with tempfile.TemporaryDirectory(prefix="gace-bench-") as folder:
         speed, memory, checkpoint = run_training(script, ["--task", task, "--gdan", *warmup, *endless], folder, seconds)
         (run_folder,) = Path(folder, "runs").iterdir()
         if navigation:
-            checkpoint["goal_count"] = 100_000
+            checkpoint["counters"]["goals"] = 100_000
             os.truncate(run_folder / "goals.bin", 100_000 * a3c.GoalStorage.record_bytes)
         else:
-            num_envs = checkpoint["args"]["num_envs"]
-            checkpoint["counters"] |= {"replay": 500_000, "goals": 500_000, "episode_steps": [0] * num_envs}
-            os.truncate(run_folder / "goal_states.bin", 500_000 * sac.GoalStorage.record_bytes)
-            sac.ReplayBuffer(run_folder, 500_000, num_envs).steps["usable"] = True
+            checkpoint["counters"] |= {"replay": 500_000, "goals": 500_000}
+            checkpoint["under_way"] = [(episode, 0) for episode, _ in checkpoint["under_way"]]
+            os.truncate(run_folder / "goal_states.bin", 500_000 * sac.GoalStorage.record.itemsize)
+            os.truncate(run_folder / "replay_frames.bin", 500_000 * sac.ReplayBuffer.frame.itemsize)
+            steps = np.zeros(500_000, sac.ReplayBuffer.step)
+            steps["usable"] = True
+            steps.tofile(run_folder / "replay_steps.bin")
         torch.save(checkpoint, run_folder / "checkpoint.pt")
         full_speed, full_memory, checkpoint = run_training(script, ["--resume", str(run_folder)], folder, seconds)
 
     if navigation:
         agent, batch = a3c.Agent(a3c.Args(gdan=True)), a3c.Args().goal_batch_size
-        steps = checkpoint["env_steps"] / checkpoint["episodes"].sum().item()
+        steps = checkpoint["counters"]["env_steps"] / checkpoint["counters"]["episodes"]
         convs = agent.feature_extractor.convs
         flops = (steps + batch) * convolution_flops(convs, 42, True) + steps * convolution_flops(convs, 42, False)
         engine = steps / bench_environment(task, 5)[0]
         limit = (os.cpu_count() or 1) / (engine + flops / matrix_product_rate(1))
     else:
         settings = sac.Args(gdan=True)
-        convs = sac.Agent(settings, 3).feature_extractor.convs
+        convs = sac.Agent(settings).feature_extractor.convs
         flops = (settings.batch_size + settings.goal_batch_size) * convolution_flops(convs, 84, True)
         flops += settings.batch_size * convolution_flops(convs, 84, False)
         limit = matrix_product_rate(os.cpu_count() or 1) / flops

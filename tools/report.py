@@ -1,12 +1,14 @@
 """The paper's learning curves and tables, from run folders and committed results.
 
-    python report.py runs/ results/                            # writes report/ and prints its tables
-    python report.py runs/ --reference-ratio 50 --out v1_report
+    python -m tools.report runs/ results/                            # writes report/ and prints its tables
+    python -m tools.report runs/ --reference-ratio 50 --out v1_report
 
-It reads every `runs/{task}__{algorithm}__{seed}__{time}/metrics.csv` and every `{task}__{algorithm}__{seed}.csv`.
+It reads every `runs/{task}__{algorithm}__{seed}__{time}/metrics.csv` and every `{task}__{algorithm}__{seed}.csv`, with
+the settings beside it (`args.json`, `{task}__{algorithm}__{seed}.json`). Seeds are averaged if their settings agree.
 """
 
 import csv
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,10 +129,22 @@ def read(path):
     return {split: np.array(sorted(columns)).T for split, columns in run.items()}
 
 
+MAY_DIFFER = "seed exp_name resume track cuda num_workers eval_every episodes accuracy_states checkpoint_every".split()
+
+
+def read_settings(path):
+    """The arguments of a run, from the file beside its metrics; nothing if there is none."""
+    path = path.with_name("args.json") if path.name == "metrics.csv" else path.with_suffix(".json")
+    settings = json.loads(path.read_text()) if path.exists() else {}
+    if not settings.get("anneal_lr"):
+        settings.pop("total_updates", None)  # then the length of a run does not change its beginning
+    return {name: value for name, value in settings.items() if name not in MAY_DIFFER}
+
+
 def read_all(paths):
-    """{(task, split): {algorithm: {seed: columns}}}, and what was skipped. Of two runs of a seed, the longer counts."""
-    runs, skipped = {}, []
-    for path in find_files(paths):
+    """Returns {(task, split): {algorithm: {seed: columns}}}, and a line about every file that was skipped."""
+    runs, skipped, first = {}, [], {}
+    for path in sorted(find_files(paths), key=lambda path: -path.stat().st_size):  # the longest run of a seed first
         name = path.parent.name if path.name == "metrics.csv" else path.stem
         parts = name.split("__")
         if len(parts) not in (3, 4):
@@ -140,15 +154,26 @@ def read_all(paths):
             skipped.append(f"{path}: {parts[0]} with {parts[1]} is no task with an algorithm of ours")
             continue
         try:
-            run = read(path)
+            run, settings = read(path), read_settings(path)
         except (ValueError, UnicodeDecodeError, csv.Error) as error:
             skipped.append(f"{path}: {error}")
             continue
         task, algorithm, seed = parts[:3]
+        other_path, others = first.setdefault((task, algorithm), (path, settings))
+        differing = [name for name in settings if name in others and settings[name] != others[name]]
+        if differing:
+            name = differing[0]
+            skipped.append(
+                f"{path}: its {name} is {settings[name]}, but {others[name]} in {other_path}; "
+                "give one of the two another name with --exp-name"
+            )
+            continue
         for split, columns in run.items():
             seeds = runs.setdefault((task, split), {}).setdefault(algorithm, {})
-            if seed not in seeds or columns[0, -1] > seeds[seed][0, -1]:
-                seeds[seed] = columns
+            if seed in seeds:
+                skipped.append(f"{path}: there is a longer run of seed {seed}")
+                break
+            seeds[seed] = columns
     return runs, skipped
 
 
