@@ -12,15 +12,22 @@ the episode, and its last `info` says `is_success` and `reached` (a class index,
 of its seed and its actions: nothing in it comes from a clock or from the engine's own random numbers.
 """
 
+import contextlib
+import ctypes
 import functools
 import importlib
 import itertools
+import mmap
 import os
+import select
 import shlex
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import gymnasium as gym
@@ -176,7 +183,7 @@ engine, folder, parent, *args = sys.argv[1:]
 os.chdir(folder)
 os.setsid()  # Ctrl-C in a terminal is for the Python process, which closes the engine in its own time
 with open("instance", "w") as file:
-    file.write(args[args.index("+viz_instance_id") + 1])
+    file.write(f"{args[args.index('+viz_instance_id') + 1]} {os.getpid()}")
 if sys.platform == "linux":
     PR_SET_PDEATHSIG, SIGKILL = 1, 9
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
@@ -184,6 +191,69 @@ if sys.platform == "linux":
         sys.exit("the parent process is gone")
 os.execv(engine, [engine, *args])
 """
+
+
+class EngineGuard(threading.Thread):
+    """Frees a call that waits for a dead engine, and kills an engine that does not answer (on Linux).
+
+    `with guard:` surrounds the calls of an engine. An engine that dies inside a call may hold the lock of the message
+    queue in shared memory. Then the library waits for the lock for ever, and so does its own thread that would report
+    the death."""
+
+    def __init__(self, pid, queues, timeout):
+        super().__init__(daemon=True)
+        self.pidfd, self.timeout = os.pidfd_open(pid), timeout
+        self.threads = [int(thread) for thread in os.listdir(f"/proc/{pid}/task")]
+        self.memories = []
+        for queue in queues:
+            with open(queue, "r+b") as file:
+                self.memories.append(mmap.mmap(file.fileno(), 0))
+        self.since = None  # when the call under way began
+        self.closed = False
+        self.start()
+
+    def __enter__(self):
+        self.since = time.monotonic()
+
+    def __exit__(self, *_):
+        self.since = None
+
+    def run(self):
+        while not self.closed:
+            dead = self.is_dead(min(1, self.timeout / 4))
+            since = self.since
+            waited = time.monotonic() - since if since else 0
+            if dead and waited > 0.05:
+                self.unlock()
+            elif not dead and waited > self.timeout:
+                self.kill()
+            if dead:
+                time.sleep(0.02)
+        os.close(self.pidfd)
+
+    def is_dead(self, seconds):
+        """Waits so long for the engine's death."""
+        return bool(select.select([self.pidfd], [], [], seconds)[0])
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def unlock(self):
+        """Unlocks every mutex that a thread of the dead engine owns. A pthread_mutex_t is (lock, count, owner, ...)."""
+        for memory in self.memories:
+            words = np.frombuffer(memory, np.int32, 64)
+            for owner in np.flatnonzero(np.isin(words, self.threads)).tolist():
+                mutex = ctypes.c_char.from_buffer(memory, 4 * (owner - 2))
+                ctypes.CDLL(None).pthread_mutex_unlock(ctypes.byref(mutex))
+
+    def close(self):
+        """Kills the engine, so that the library does not wait for it."""
+        self.kill()
+        if self.is_dead(5):
+            self.unlock()
+        self.closed = True
+        self.join(1)
 
 
 @functools.cache
@@ -256,10 +326,12 @@ class DoomEnv(MultiTargetEnv):
     rewards = {"success": 10.0, "nongoal": -1.0, "timeout": -0.1, "step": -0.01}
     game = None  # the engine starts with the first reset: an environment nobody plays costs nothing
 
-    def __init__(self, task="v1", split="seen", render_mode=None):
+    def __init__(self, task="v1", split="seen", render_mode=None, engine_timeout=30.0):
+        """A step or a reset that takes longer than `engine_timeout` seconds kills the engine."""
         super().__init__(task, V_TASKS, split, (4 * TICS, 42, 42), render_mode)
         self.picture, self.heading, self.max_steps = V_TASKS[task]
         self.action_space = gym.spaces.Discrete(3)  # forward, left, right
+        self.engine_timeout = engine_timeout
         self.buttons = np.eye(3, dtype=int).tolist()
         self.frame = np.zeros((4, 120, 160), np.float32)  # the last RGB-D frame at the engine's size
 
@@ -302,9 +374,10 @@ class DoomEnv(MultiTargetEnv):
         # The engine reads a map's lumps from its open WAD file at every map load.
         self.wad.seek(12)
         self.wad.write(textmap)
-        self.game.set_seed(engine_seed)
-        self.game.new_episode()
-        self.read_frame()
+        with self.guard:
+            self.game.set_seed(engine_seed)
+            self.game.new_episode()
+            self.read_frame()
 
     def read_frame(self):
         state = self.game.get_state()
@@ -317,16 +390,17 @@ class DoomEnv(MultiTargetEnv):
         self.check_running()
         frames, reached, cost = [], -1, 0.0
         try:
-            for _ in range(TICS):
-                self.game.make_action(self.buttons[action], 1)
-                self.read_frame()
-                frames.append(shrink(self.frame))
-                for index, (x, y) in enumerate(self.objects):
-                    if abs(x - self.x) < REACH and abs(y - self.y) < REACH:
-                        reached = index
-                if reached >= 0:
-                    break  # on this very tic, which pays the reward in place of its cost
-                cost += self.rewards["step"] / TICS
+            with self.guard:
+                for _ in range(TICS):
+                    self.game.make_action(self.buttons[action], 1)
+                    self.read_frame()
+                    frames.append(shrink(self.frame))
+                    for index, (x, y) in enumerate(self.objects):
+                        if abs(x - self.x) < REACH and abs(y - self.y) < REACH:
+                            reached = index
+                    if reached >= 0:
+                        break  # on this very tic, which pays the reward in place of its cost
+                    cost += self.rewards["step"] / TICS
         except ENGINE_DIED:
             self.close()  # the next reset starts a new engine
             return self.observation(), 0.0, False, True, {"engine_died": True, "is_success": False, "reached": -1}
@@ -368,16 +442,25 @@ class DoomEnv(MultiTargetEnv):
             game.set_available_game_variables([variable.POSITION_X, variable.POSITION_Y, variable.ANGLE])
             game.add_game_args("+cl_run 1")
             game.set_episode_timeout(0)  # the steps are counted here
+            if not os.access(launcher, os.X_OK):  # the library would crash
+                raise RuntimeError(f"no program can run in {folder}: set TMPDIR to a folder that is not mounted noexec")
             game.init()
             self.game, self.wad = game, open(wad, "r+b", buffering=0)
+            name, pid = instance.read_text().split()
+            memory, *queues = (Path(f"/dev/shm/ViZDoom{kind}{name}") for kind in ("SM", "MQCtr", "MQDoom"))
+            self.guard = contextlib.nullcontext()
+            if hasattr(os, "pidfd_open"):
+                self.guard = EngineGuard(int(pid), queues, self.engine_timeout)
             # Both sides have opened the shared memory too; without its name it goes when they go.
-            for kind in ("SM", "MQCtr", "MQDoom"):
-                Path(f"/dev/shm/ViZDoom{kind}{instance.read_text()}").unlink(missing_ok=True)
+            for path in (memory, *queues):
+                path.unlink(missing_ok=True)
 
     def close(self):
         self.running = False
         if self.game is not None:
             game, self.game = self.game, None
+            if hasattr(os, "pidfd_open"):
+                self.guard.close()
             game.close()
             self.wad.close()
 

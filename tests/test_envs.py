@@ -10,6 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -590,6 +591,40 @@ def test_a_dead_engine_costs_one_episode(monkeypatch, v1):
     first = v1.reset(seed=4)[0]["image"]
     assert (first == v1.reset(seed=4)[0]["image"]).all()
     assert v1.step(0)[1] == pytest.approx(-0.01)
+
+
+@pytest.mark.slow
+def test_engines_killed_inside_a_step_never_hang_it(monkeypatch, v1):
+    """About one in thirty dies with a lock held, for which the library would wait for ever."""
+    monkeypatch.setenv("GACE_SELF", str(uuid.uuid4()))
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        v1.reset(seed=0)
+        (engine,) = engine_of_this_process()
+        killer = threading.Timer(rng.uniform(0.01, 0.08), os.kill, (engine, signal.SIGKILL))
+        killer.start()
+        info = {}
+        while "engine_died" not in info and v1.game is not None:
+            started = time.monotonic()
+            *_, info = v1.step(int(rng.integers(3))) if v1.running else (v1.reset(), {})
+            assert time.monotonic() - started < 5
+            if engine not in engine_of_this_process() and not killer.is_alive():
+                break  # it died in a reset
+        killer.join()
+
+
+def test_frozen_engine_is_killed(monkeypatch):
+    monkeypatch.setenv("GACE_SELF", str(uuid.uuid4()))
+    env = envs.DoomEnv("v1", engine_timeout=1)
+    first = env.reset(seed=4)[0]["image"]
+    os.kill(*engine_of_this_process(), signal.SIGSTOP)
+    assert env.step(0)[4] == {"engine_died": True, "is_success": False, "reached": -1}
+    env.reset(seed=3)
+    os.kill(*engine_of_this_process(), signal.SIGSTOP)
+    assert np.array_equal(env.reset(seed=4)[0]["image"], first)  # by a new engine
+    os.kill(*engine_of_this_process(), signal.SIGSTOP)
+    env.close()
+    assert wait_until(lambda: not engine_of_this_process())
 
 
 def test_ctrl_c_in_a_step_leaves_an_environment_that_works(v1):
