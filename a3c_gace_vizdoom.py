@@ -10,8 +10,9 @@ Worker processes play and learn. After each episode, a worker updates the shared
 other workers. The main process logs, evaluates and saves.
 """
 
-import csv
 import ctypes
+import fcntl
+import io
 import itertools
 import json
 import os
@@ -454,11 +455,14 @@ def evaluate(args, agent, split, goal_states=None, goal=None, on_step=lambda: No
     episodes = [Episode(args, split) for _ in range(min(num_envs, args.episodes))]
     results = []
     for first in range(0, args.episodes, len(episodes)):
-        batch = episodes[: args.episodes - first]
-        for seed, episode in enumerate(batch, first):
-            episode.begin([2**31, seed], goal, center_crop=True)
-        play(agent, batch, "greedy", on_step=on_step)
-        results += [(episode.info["is_success"], len(episode.rewards), sum(episode.rewards)) for episode in batch]
+        batch = dict(enumerate(episodes[: args.episodes - first], first))
+        while batch:
+            for seed, episode in batch.items():
+                episode.begin([2**31, seed], goal, center_crop=True)
+            play(agent, list(batch.values()), "greedy", on_step=on_step)
+            played = [episode for episode in batch.values() if "engine_died" not in episode.info]
+            results += [(episode.info["is_success"], len(episode.rewards), sum(episode.rewards)) for episode in played]
+            batch = {seed: episode for seed, episode in batch.items() if "engine_died" in episode.info}
     for episode in episodes:
         episode.env.close()
     row = dict(zip(("success_ratio", "episode_length", "episode_return"), np.mean(results, 0).tolist(), strict=True))
@@ -666,13 +670,18 @@ def algorithm(args):
 
 
 def save_run(run_folder, checkpoint):
-    """Writes checkpoint.pt, and metrics.csv from it."""
-    torch.save(checkpoint, run_folder / "checkpoint.tmp")
-    os.replace(run_folder / "checkpoint.tmp", run_folder / "checkpoint.pt")
-    with open(run_folder / "metrics.csv", "w", newline="") as file:
-        table = csv.DictWriter(file, METRICS)
-        table.writeheader()
-        table.writerows(checkpoint["rows"])
+    """Writes checkpoint.pt, and metrics.csv from it. Each file is replaced as a whole or not at all."""
+    contents = {"checkpoint.pt": io.BytesIO(), "metrics.csv": io.BytesIO()}
+    torch.save(checkpoint, contents["checkpoint.pt"])
+    lines = [METRICS, *([row[name] for name in METRICS] for row in checkpoint["rows"])]
+    contents["metrics.csv"].write("".join(",".join(map(str, line)) + "\n" for line in lines).encode())
+    temporary = run_folder / "save.tmp"
+    try:
+        for name, content in contents.items():
+            temporary.write_bytes(content.getbuffer())
+            os.replace(temporary, run_folder / name)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def load_checkpoint(path):
@@ -794,8 +803,8 @@ def train(args, run_folder, agent, checkpoint):
                 save()
     except KeyboardInterrupt:
         tqdm.write("stopping ...", file=sys.stdout)
-    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:  # the last checkpoint stays
-        raise SystemExit(f"{str(error).strip()}\nA worker failed. Go on with: {resume_command(run_folder)}") from None
+    except (mp.ProcessRaisedException, mp.ProcessExitedException, OSError) as error:  # the last checkpoint stays
+        raise SystemExit(f"{str(error).strip()}\nThe run stopped. Go on with: {resume_command(run_folder)}") from None
     finally:
         counters["stop"].fill_(1)
         deadline = time.monotonic() + 5
@@ -846,11 +855,18 @@ def main():
         wandb.init(project="gace", name=name, id=name, resume="allow", sync_tensorboard=True, config=vars(args))
     try:
         run_folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        (run_folder / "args.json").write_text(json.dumps(asdict(args), default=str, indent=1))
+        settings = open(run_folder / "args.json", "a+")
+        fcntl.flock(settings, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+    except BlockingIOError:
+        raise SystemExit(f"{run_folder} is being trained by another process") from None
     except OSError as error:
         raise SystemExit(f"cannot write into the run folder {run_folder}: {error.strerror}") from None
     print(f"run folder: {run_folder}")
-    finished = train(args, run_folder, agent, checkpoint)
+    with settings:
+        settings.truncate(0)
+        settings.write(json.dumps(asdict(args), default=str, indent=1))
+        settings.flush()
+        finished = train(args, run_folder, agent, checkpoint)
     command = f"python -m tools.enjoy {run_folder}/checkpoint.pt" if finished else resume_command(run_folder)
     print(f"{'watch the agent' if finished else 'go on'}: {command}")
 

@@ -21,6 +21,7 @@ import mmap
 import os
 import select
 import shlex
+import shutil
 import signal
 import struct
 import subprocess
@@ -191,6 +192,22 @@ if sys.platform == "linux":
         sys.exit("the parent process is gone")
 os.execv(engine, [engine, *args])
 """
+
+
+def sweep():
+    """Removes what processes left that were killed while their engines started."""
+    for folder in Path(tempfile.gettempdir()).glob("gace-doom-*"):
+        if not Path("/proc", folder.name.split("-")[2]).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+    left = [path for path in Path("/dev/shm").glob("ViZDoom*") if path.stat().st_uid == os.getuid()]
+    if left:  # an engine that has started keeps its shared memory without a name
+        mapped = ""
+        for maps in Path("/proc").glob("[0-9]*/maps"):
+            with contextlib.suppress(OSError):  # another user's process, or one that has just ended
+                mapped += maps.read_text()
+        for path in left:
+            if str(path) not in mapped:
+                path.unlink(missing_ok=True)
 
 
 class EngineGuard(threading.Thread):
@@ -415,7 +432,9 @@ class DoomEnv(MultiTargetEnv):
 
     def start_engine(self, textmap):
         # Engine and environment keep the WAD open, so the folder can go at once and no way to die leaves it behind.
-        with tempfile.TemporaryDirectory(prefix="gace-doom-") as folder:
+        if sys.platform == "linux":
+            sweep()
+        with tempfile.TemporaryDirectory(prefix=f"gace-doom-{os.getpid()}-") as folder:
             wad, launcher, instance = (Path(folder, name) for name in ("map.wad", "launcher", "instance"))
             wad.write_bytes(wad_bytes(textmap))
             command = [sys.executable, "-IS", "-c", LAUNCHER, vizdoom.exe_path, folder, str(os.getpid())]

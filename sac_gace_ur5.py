@@ -10,8 +10,9 @@ One process steps the environments in turn, stores every frame once in a file, a
 """
 
 import copy
-import csv
 import ctypes
+import fcntl
+import io
 import itertools
 import json
 import os
@@ -103,8 +104,8 @@ class Args:
     ae_coef: Weight = 100.0
     """coefficient of the AE loss: on the encoder, its gradient is then as large as the critic's (SAC+AE gives the AE
     loss an optimiser of its own)"""
-    curl_coef: Weight = 1.0
-    """coefficient of the CURL loss"""
+    curl_coef: Weight = 0.02
+    """coefficient of the CURL loss, chosen in the same way (CURL too has a second optimiser)"""
     concat_query: bool = False
     """ablation: concatenate the query of GDAN with the features, without attention (needs --gdan)"""
     fixed_goal: str | None = None
@@ -316,7 +317,8 @@ class Agent(nn.Module):
         self.actor = Actor(args, goals, actions)
         self.critic = Critic(args, goals, actions)
         self.decoder = Decoder(size) if args.aux == "ae" else None
-        self.contrast = nn.Parameter(torch.rand(size, size) / size) if self.curl else None
+        # CURL starts from torch.rand, for 50 features.
+        self.contrast = nn.Parameter(torch.rand(size, size) * 50 / size) if self.curl else None
         self.to(memory_format=torch.channels_last)  # twice as fast on a CPU
 
     def query(self, features):
@@ -644,13 +646,18 @@ def algorithm(args):
 
 
 def save_run(run_folder, checkpoint):
-    """Writes checkpoint.pt, and metrics.csv from it."""
-    torch.save(checkpoint, run_folder / "checkpoint.tmp")
-    os.replace(run_folder / "checkpoint.tmp", run_folder / "checkpoint.pt")
-    with open(run_folder / "metrics.csv", "w", newline="") as file:
-        table = csv.DictWriter(file, METRICS)
-        table.writeheader()
-        table.writerows(checkpoint["rows"])
+    """Writes checkpoint.pt, and metrics.csv from it. Each file is replaced as a whole or not at all."""
+    contents = {"checkpoint.pt": io.BytesIO(), "metrics.csv": io.BytesIO()}
+    torch.save(checkpoint, contents["checkpoint.pt"])
+    lines = [METRICS, *([row[name] for name in METRICS] for row in checkpoint["rows"])]
+    contents["metrics.csv"].write("".join(",".join(map(str, line)) + "\n" for line in lines).encode())
+    temporary = run_folder / "save.tmp"
+    try:
+        for name, content in contents.items():
+            temporary.write_bytes(content.getbuffer())
+            os.replace(temporary, run_folder / name)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def load_checkpoint(path):
@@ -845,9 +852,9 @@ def train(args, run_folder, agent, checkpoint):
         tqdm.write("stopping ...", file=sys.stdout)
         save()
         return False
-    except FloatingPointError as error:  # the last checkpoint stays
+    except (FloatingPointError, OSError) as error:  # the last checkpoint stays
         problem = f"{error} at update {counters['updates'] + 1}"
-        raise SystemExit(f"{problem}\nGo on with: {resume_command(run_folder)}") from None
+        raise SystemExit(f"{problem}\nThe run stopped. Go on with: {resume_command(run_folder)}") from None
     finally:
         for bar in bars.values():
             bar.close()
@@ -895,11 +902,18 @@ def main():
         wandb.init(project="gace", name=name, id=name, resume="allow", sync_tensorboard=True, config=vars(args))
     try:
         run_folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        (run_folder / "args.json").write_text(json.dumps(asdict(args), default=str, indent=1))
+        settings = open(run_folder / "args.json", "a+")
+        fcntl.flock(settings, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+    except BlockingIOError:
+        raise SystemExit(f"{run_folder} is being trained by another process") from None
     except OSError as error:
         raise SystemExit(f"cannot write into the run folder {run_folder}: {error.strerror}") from None
     print(f"run folder: {run_folder}")
-    finished = train(args, run_folder, agent, checkpoint)
+    with settings:
+        settings.truncate(0)
+        settings.write(json.dumps(asdict(args), default=str, indent=1))
+        settings.flush()
+        finished = train(args, run_folder, agent, checkpoint)
     command = f"python -m tools.enjoy {run_folder}/checkpoint.pt" if finished else resume_command(run_folder)
     print(f"{'watch the agent' if finished else 'go on'}: {command}")
 
