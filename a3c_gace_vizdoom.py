@@ -21,7 +21,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal, get_type_hints
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -129,6 +129,8 @@ class Args:
                 setattr(self, name, value)
         for name, kind in get_type_hints(Args, include_extras=True).items():
             value = getattr(self, name)
+            if get_origin(kind) is Literal and value not in get_args(kind):
+                raise SystemExit(f"{flag(name)} must be one of {', '.join(get_args(kind))}, not {value}")
             for low, high in getattr(kind, "__metadata__", ()):
                 if value is not None and not low <= value <= high:
                     raise SystemExit(f"{flag(name)} must be between {low} and {high}, not {value}")
@@ -321,7 +323,9 @@ class GoalStorage:
     def add(self, state, label):
         with self.lock:
             slot = int(self.count) % self.capacity
-            os.pwrite(self.file, state.tobytes() + bytes([label]), slot * self.record_bytes)
+            record = state.tobytes() + bytes([label])
+            if os.pwrite(self.file, record, slot * self.record_bytes) < self.record_bytes:
+                raise OSError("the disk is full")
             self.count += 1
 
     def sample(self, batch_size, rng):
@@ -820,6 +824,25 @@ def train(args, run_folder, agent, checkpoint):
     return finished
 
 
+MOMENTS = dict.fromkeys(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), torch.Tensor)
+RUN_FORM = {
+    "adam": MOMENTS,
+    "counters": dict.fromkeys(COUNTERS, int),
+    "seconds": float,
+    "rows": list,
+    "goal_states": dict,
+}
+
+
+def check_form(content, form, path):
+    """Says in one line what a checkpoint lacks that is needed to resume its run. The agents in results/ lack it."""
+    for name, kind in form.items():
+        if not isinstance(content.get(name), dict if isinstance(kind, dict) else kind):
+            raise SystemExit(f"{path} has no {name} of a run: it cannot be resumed")
+        if isinstance(kind, dict):
+            check_form(content[name], kind, path)
+
+
 def resume_command(run_folder):
     return f"python {sys.argv[0]} --resume {run_folder}"
 
@@ -837,8 +860,7 @@ def main():
         for name in FIXED:
             if getattr(args, name) != getattr(own, name):
                 raise SystemExit(f"a resumed run keeps its {flag(name)}: {getattr(own, name)}")
-        if "adam" not in checkpoint:
-            raise SystemExit(f"{run_folder} holds a trained agent without its run: it cannot be resumed")
+        check_form(checkpoint, RUN_FORM, run_folder / "checkpoint.pt")
         stored = min(checkpoint["counters"]["goals"], args.goal_storage_size) * GoalStorage.record_bytes
         goals = run_folder / "goals.bin"
         if stored > (goals.stat().st_size if goals.exists() else 0):

@@ -176,21 +176,36 @@ ENGINE_DIED = (
     vizdoom.ViZDoomUnexpectedExitException,
 )
 
-# Runs in place of the engine, then becomes it. It has the kernel kill the engine when the Python process dies, however
-# that dies (on Linux: elsewhere kill -9 leaves it), and keeps the engine's files out of the user's folder.
+# Starts the engine, and starts it once more if it dies before the start is complete, when the library would crash. The
+# kernel kills the launcher with the Python process, and the engine with the launcher, however they die (on Linux:
+# elsewhere kill -9 leaves them). The launcher also keeps the engine's files out of the user's folder.
 LAUNCHER = """
 import ctypes, os, sys
+
+def follow(parent):
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG, SIGKILL = 1, 9
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
 engine, folder, parent, *args = sys.argv[1:]
+follow(int(parent))
 os.chdir(folder)
-os.setsid()  # Ctrl-C in a terminal is for the Python process, which closes the engine in its own time
-with open("instance", "w") as file:
-    file.write(f"{args[args.index('+viz_instance_id') + 1]} {os.getpid()}")
-if sys.platform == "linux":
-    PR_SET_PDEATHSIG, SIGKILL = 1, 9
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
-    if os.getppid() != int(parent):
-        sys.exit("the parent process is gone")
-os.execv(engine, [engine, *args])
+os.setsid()  # Ctrl-C in a terminal is for the Python process, which closes the engine
+launcher = os.getpid()
+for attempt in (1, 2):
+    pid = os.fork()
+    if pid == 0:
+        follow(launcher)
+        os.execv(engine, [engine, *args])
+    with open("instance", "w") as file:
+        file.write(f"{args[args.index('+viz_instance_id') + 1]} {pid}")
+    os.waitpid(pid, 0)
+    if not os.path.exists(folder):  # it goes when the start is complete
+        os._exit(1)
+print(f"The Doom engine does not start: {engine}", file=sys.stderr, flush=True)
+os._exit(1)
 """
 
 

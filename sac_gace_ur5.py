@@ -23,7 +23,7 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal, get_type_hints
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -135,6 +135,8 @@ class Args:
                 setattr(self, name, value)
         for name, kind in get_type_hints(Args, include_extras=True).items():
             value = getattr(self, name)
+            if get_origin(kind) is Literal and value not in get_args(kind):
+                raise SystemExit(f"{flag(name)} must be one of {', '.join(get_args(kind))}, not {value}")
             for low, high in getattr(kind, "__metadata__", ()):
                 if value is not None and not low <= value <= high:
                     raise SystemExit(f"{flag(name)} must be between {low} and {high}, not {value}")
@@ -347,7 +349,9 @@ class RingFile:
             os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_RANDOM)  # do not read the neighbours of a record
 
     def write(self, index, records):
-        os.pwrite(self.file, records.tobytes(), index % self.capacity * self.dtype.itemsize)
+        data = records.tobytes()
+        if os.pwrite(self.file, data, index % self.capacity * self.dtype.itemsize) < len(data):
+            raise OSError("the disk is full")
 
     def read(self, indices):
         offsets = (indices % self.capacity * self.dtype.itemsize).tolist()
@@ -676,6 +680,20 @@ def load_checkpoint(path):
         raise SystemExit(f"{path} is not a whole checkpoint of {Path(__file__).name}: {reason}") from None
 
 
+COUNTERS = "updates env_steps replay goals episodes".split()
+RUN_FORM = {"target": dict, "optimizers": list, "counters": dict.fromkeys(COUNTERS, int), "under_way": list}
+RUN_FORM |= {"numpy_random": str, "torch_random": torch.Tensor, "seconds": float, "rows": list, "goal_states": dict}
+
+
+def check_form(content, form, path):
+    """Says in one line what a checkpoint lacks that is needed to resume its run. The agents in results/ lack it."""
+    for name, kind in form.items():
+        if not isinstance(content.get(name), dict if isinstance(kind, dict) else kind):
+            raise SystemExit(f"{path} has no {name} of a run: it cannot be resumed")
+        if isinstance(kind, dict):
+            check_form(content[name], kind, path)
+
+
 def resume_command(run_folder):
     return f"python {sys.argv[0]} --resume {run_folder}"
 
@@ -878,8 +896,7 @@ def main():
         for name in FIXED:
             if getattr(args, name) != getattr(own, name):
                 raise SystemExit(f"a resumed run keeps its {flag(name)}: {getattr(own, name)}")
-        if "optimizers" not in checkpoint:
-            raise SystemExit(f"{run_folder} holds a trained agent without its run: it cannot be resumed")
+        check_form(checkpoint, RUN_FORM, run_folder / "checkpoint.pt")
         frames = min(checkpoint["counters"]["replay"], args.replay_size // args.num_envs * args.num_envs)
         goals = min(checkpoint["counters"]["goals"], args.goal_storage_size)
         for name, size in (

@@ -38,7 +38,7 @@ def engines(marker):
     found = []
     for pid in processes_with(marker):
         try:
-            if b"+viz_instance_id" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].endswith(b"vizdoom"):  # not its launcher
                 found.append(pid)
         except OSError:
             continue
@@ -80,12 +80,12 @@ def answer_of(script, monkeypatch, *arguments):
 class Run:
     """A run of a script in a folder of its own, and all processes that it started."""
 
-    def __init__(self, folder, script, *arguments):
+    def __init__(self, folder, script, *arguments, **options):
         self.folder, self.marker = folder, f"GACE_TEST={uuid.uuid4()}"
         environment = {**os.environ, "GACE_TEST": self.marker.split("=")[1], "PYTHONPATH": str(ROOT)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
         command = [sys.executable, str(ROOT / script), *map(str, arguments)]
-        self.process = subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+        self.process = subprocess.Popen(command, cwd=folder, env=environment, **pipes, **options)
 
     def wait(self, seconds=120):
         self.output = self.process.communicate(timeout=seconds)[0]

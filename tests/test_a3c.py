@@ -1,12 +1,15 @@
 """The equations of a3c_gace_vizdoom.py against references written out here, and the script run as a user runs it."""
 
+import itertools
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import types
+import uuid
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -555,6 +558,38 @@ def test_dead_engine_costs_an_episode_and_a_dead_worker_the_run(tmp_path):
         assert wait_until(lambda: not run.descendants(), 5)
 
 
+def test_engine_that_dies_in_an_evaluation_costs_no_episode(monkeypatch):
+    monkeypatch.setenv("GACE_TEST", str(uuid.uuid4()))
+    args, agent, steps = a3c.Args(episodes=6), make_agent(), itertools.count()
+
+    def kill_one():
+        if next(steps) == 5:
+            os.kill(engines(f"GACE_TEST={os.environ['GACE_TEST']}")[0], signal.SIGKILL)
+
+    disturbed = a3c.evaluate(args, agent, "seen", on_step=kill_one, num_envs=3)
+    undisturbed = a3c.evaluate(args, agent, "seen", num_envs=3)
+    del disturbed["discriminator_accuracy"], undisturbed["discriminator_accuracy"]  # nan
+    assert disturbed == pytest.approx(undisturbed)
+
+
+@pytest.mark.slow
+def test_full_disk_keeps_the_last_checkpoint_and_one_process_trains_a_run(tmp_path):
+    run = Run(tmp_path, SCRIPT, *TINY, "--aux", "none")
+    assert run.wait() == 0, run.output
+    before = (run.run_folder / "checkpoint.pt").read_bytes()
+    small = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10**7, 10**7))}  # no file may grow larger
+    full = Run(tmp_path, SCRIPT, "--resume", run.run_folder, "--total-updates", "100000", **small)
+    assert full.wait(60) != 0 and "File too large" in full.output.splitlines()[-2], full.output
+    assert "--resume" in full.output.splitlines()[-1] and "Traceback" not in full.output
+    assert (run.run_folder / "checkpoint.pt").read_bytes() == before and not list(run.run_folder.glob("*.tmp"))
+    assert wait_until(lambda: not full.descendants(), 5)
+
+    with Run(tmp_path, SCRIPT, "--resume", run.run_folder, "--total-updates", "100000") as first:
+        assert wait_until(lambda: len(first.descendants()) >= 2, 30)
+        second = Run(tmp_path, SCRIPT, "--resume", run.run_folder)
+        assert second.wait(30) != 0 and "is being trained by another process" in second.output.splitlines()[-1]
+
+
 def test_worker_that_raises_ends_the_run_with_its_traceback(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     (tmp_path / "broken.py").write_text(
@@ -596,14 +631,29 @@ def test_bad_input_is_answered_in_a_line_or_two(tmp_path, monkeypatch):
     agent = {"args": asdict(a3c.Args()), "agent": make_agent().state_dict(), "counters": {"updates": 1, "goals": 0}}
     torch.save(agent, "agent/checkpoint.pt")
     Path("lost").mkdir()
-    torch.save(agent | {"adam": {}, "counters": {"updates": 1, "goals": 9}}, "lost/checkpoint.pt")
+    moments = dict.fromkeys(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), torch.zeros(()))
+    run = agent | {"adam": moments, "seconds": 1.0, "rows": [], "goal_states": {}}
+    run["counters"] = dict.fromkeys(a3c.COUNTERS, 9)
+    torch.save(run, "lost/checkpoint.pt")
+    for name, change in {
+        "no_counter": {"counters": {"updates": 1}},
+        "wrong_type": {"seconds": "long"},
+        "wrong_task": {"args": run["args"] | {"task": "v9"}},
+        "wrong_number": {"args": run["args"] | {"eta": "much"}},
+    }.items():
+        Path(name).mkdir()
+        torch.save(run | change, f"{name}/checkpoint.pt")
     for arguments, expected in [
         (["--gdan", "--aux", "vae"], "--gdan needs the goal-discriminator"),
         (["--resume", "nowhere"], "nowhere/checkpoint.pt does not exist"),
         (["--resume", "damaged"], "damaged/checkpoint.pt is not a whole checkpoint of a3c_gace_vizdoom.py"),
         (["--resume", "foreign"], "foreign/checkpoint.pt is not a whole checkpoint"),
-        (["--resume", "agent"], "agent holds a trained agent without its run"),
+        (["--resume", "agent"], "agent/checkpoint.pt has no adam of a run"),
         (["--resume", "lost"], "goals.bin has lost goal states"),
+        (["--resume", "no_counter"], "no_counter/checkpoint.pt has no env_steps of a run"),
+        (["--resume", "wrong_type"], "wrong_type/checkpoint.pt has no seconds of a run"),
+        (["--resume", "wrong_task"], "--task must be one of v1, v2, v3, v4, not v9"),
+        (["--resume", "wrong_number"], "wrong_number/checkpoint.pt is not a whole checkpoint"),
         (["--resume", "agent", "--task", "v2"], "keeps its --task: v1"),
         (["--num-workers", "0"], "--num-workers must be between 1 and"),
         (["--num-workers", "21"], "21 workers need --num-envs 21 or more"),

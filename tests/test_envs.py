@@ -569,6 +569,67 @@ def test_no_engine_outlives_its_owner(ending, tmp_path):
         owner.communicate()
 
 
+STARTER = """
+import sys
+sys.path.insert(0, {root!r})
+import envs
+env = envs.DoomEnv("v1")
+print("starting", flush=True)
+env.reset(seed=0)
+print(env.step(0)[1], flush=True)
+env.close()
+"""
+
+
+def start(tmp_path, **variables):
+    environment = {**os.environ, "GACE_TEST": str(uuid.uuid4()), "TMPDIR": str(tmp_path), **variables}
+    command = [sys.executable, "-c", STARTER.format(root=str(ROOT))]
+    starter = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert starter.stdout.readline() == "starting\n"
+    return starter, f"GACE_TEST={environment['GACE_TEST']}"
+
+
+def test_an_engine_that_dies_while_it_starts_is_started_again(tmp_path):
+    starter, marker = start(tmp_path)
+    assert wait_until(lambda: engines(marker))
+    os.kill(engines(marker)[0], signal.SIGKILL)
+    output, errors = starter.communicate(timeout=20)
+    assert starter.returncode == 0 and float(output) == pytest.approx(-0.01), errors
+
+
+def test_an_engine_that_cannot_start_is_named(tmp_path):
+    broken = STARTER.replace("import envs", "import envs; envs.vizdoom.exe_path = '/bin/false'")
+    command = [sys.executable, "-c", broken.format(root=str(ROOT))]
+    result = subprocess.run(command, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True)
+    assert result.returncode and "The Doom engine does not start: /bin/false" in result.stderr
+
+
+@pytest.mark.slow
+def test_what_a_killed_start_leaves_is_swept_by_the_next(tmp_path):
+    left, rng = 0, np.random.default_rng(0)
+    for _ in range(6):
+        starter, marker = start(tmp_path)
+        time.sleep(rng.uniform(0.05, 0.3))
+        starter.kill()
+        starter.communicate()
+        assert wait_until(lambda marker=marker: not engines(marker))
+        left += len(list(tmp_path.iterdir()))
+    starter, _ = start(tmp_path)
+    assert starter.wait(20) == 0 and left > 0
+    assert not list(tmp_path.iterdir()) and not list(Path("/dev/shm").glob("ViZDoom*"))
+    starter.communicate()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount")
+def test_tmpdir_that_runs_no_programs_is_named(tmp_path):
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "noexec", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("cannot mount here")
+    starter, _ = start(tmp_path)
+    errors = starter.communicate(timeout=20)[1]
+    subprocess.run(["umount", tmp_path], check=True)
+    assert starter.returncode == 1 and "set TMPDIR to a folder that is not mounted noexec" in errors.splitlines()[-1]
+
+
 def engine_of_this_process():
     return [p for p in engines(f"GACE_SELF={os.environ['GACE_SELF']}")]
 

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -514,6 +515,18 @@ def test_interrupted_run_goes_on(how, tmp_path):
     assert not list(run.run_folder.glob("*.tmp"))
 
 
+def test_full_disk_keeps_the_last_checkpoint(tmp_path):
+    small = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4 * 10**7, 4 * 10**7))}
+    endless = ["--total-updates", "100000", "--eval-every", "100000", "--checkpoint-every", "1"]
+    full = Run(tmp_path, SCRIPT, *TINY, *endless, **small)  # until the frames fill 40 MB
+    assert full.wait() != 0 and "the disk is full at update" in full.output.splitlines()[-2], full.output
+    assert "--resume" in full.output.splitlines()[-1] and "Traceback" not in full.output
+    assert not list(full.run_folder.glob("*.tmp"))
+    before = full.updates()
+    resumed = Run(tmp_path, SCRIPT, "--resume", full.run_folder, "--total-updates", before + 2)
+    assert resumed.wait() == 0 and full.updates() == before + 2, resumed.output
+
+
 def test_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path):
     run = Run(tmp_path, SCRIPT, *TINY, "--learning-rate", "1e4", "--total-updates", "100", "--eval-every", "1000")
     assert run.wait() != 0 and "is not finite" in run.output.splitlines()[-2], run.output
@@ -557,6 +570,6 @@ def test_bad_input_is_answered_in_a_line_or_two(tmp_path, monkeypatch):
         (run_folder / name).write_bytes(whole)
     checkpoint = torch.load(run_folder / "checkpoint.pt")
     torch.save({name: checkpoint[name] for name in ("args", "agent", "counters")}, run_folder / "checkpoint.pt")
-    assert "holds a trained agent without its run" in answer_of(sac, monkeypatch, "--resume", run_folder)
+    assert "has no target of a run" in answer_of(sac, monkeypatch, "--resume", run_folder)
     run = Run(tmp_path, SCRIPT, "--gdan", "--aux", "none")
     assert run.wait() != 0 and len(run.output.strip().splitlines()) <= 2, run.output
