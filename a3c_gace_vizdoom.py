@@ -594,7 +594,7 @@ def worker(index, args, run_folder, adam, counters, totals, snapshot, lock):
     while not counters["stop"]:
         # One episode in each environment. The parameters that play an episode also learn from it, as if each
         # environment had a worker of its own.
-        local.copy_(parameters)
+        local.copy_(parameters.detach())
         warming_up = args.aux == "gace" and counters["successes"] < args.warmup
         for episode in episodes:
             episode.begin([args.seed, increment(counters["episodes"], lock)])

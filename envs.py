@@ -139,9 +139,9 @@ MAZE = """
 #         #
 ###########
 """
-# The authors' places are about (295, 907), (309, 266), (542, 185), (763, 647). There the second lies in the path of
-# whoever slides along the wall: a random policy ends on it in 47 % of V3 and succeeds in 12 % (7.5 % of V4). The first
-# two are moved by less than half a cell, which gives about the paper's 8 % in both.
+# The authors' places are about (295, 907), (309, 266), (542, 185), (763, 647). The second one lies in the path of an agent
+# that slides along the wall: a random policy ends on it in 47 % of V3 and succeeds in 12 % (7.5 % of V4). We moved the
+# first two by less than half a cell. Then a random policy succeeds in about the paper's 8 % of both.
 MAZE_PLACES = [(285, 865), (335, 293), (542, 185), (763, 647)]
 START = (420, 420)
 
@@ -210,19 +210,27 @@ os._exit(1)
 
 
 def sweep():
-    """Removes what processes left that were killed while their engines started."""
-    for folder in Path(tempfile.gettempdir()).glob("gace-doom-*"):
-        if not Path("/proc", folder.name.split("-")[2]).exists():
+    """Removes files of processes that were killed while an engine started, more than a minute ago."""
+    folders = [folder for folder in Path(tempfile.gettempdir()).glob("gace-doom-*") if is_old(folder)]
+    for folder in folders:
+        if not Path("/proc", folder.name.split("-")[2]).exists():  # the owner's process
             shutil.rmtree(folder, ignore_errors=True)
-    left = [path for path in Path("/dev/shm").glob("ViZDoom*") if path.stat().st_uid == os.getuid()]
-    if left:  # an engine that has started keeps its shared memory without a name
+    memories = [path for path in Path("/dev/shm").glob("ViZDoom*") if is_old(path)]
+    if memories:  # an engine that has started keeps its shared memory without a name
         mapped = ""
         for maps in Path("/proc").glob("[0-9]*/maps"):
             with contextlib.suppress(OSError):  # another user's process, or one that has just ended
                 mapped += maps.read_text()
-        for path in left:
+        for path in memories:
             if str(path) not in mapped:
                 path.unlink(missing_ok=True)
+
+
+def is_old(path):
+    try:
+        return path.stat().st_uid == os.getuid() and time.time() - path.stat().st_mtime > 60
+    except OSError:  # it has just gone
+        return False
 
 
 class EngineGuard(threading.Thread):
@@ -264,7 +272,7 @@ class EngineGuard(threading.Thread):
         os.close(self.pidfd)
 
     def is_dead(self, seconds):
-        """Waits so long for the engine's death."""
+        """Waits for the engine's death for some seconds at most."""
         return bool(select.select([self.pidfd], [], [], seconds)[0])
 
     def kill(self):
@@ -531,7 +539,7 @@ CHECKERS = {
 
 # Link lengths, masses and torque limits are Universal Robots' figures; a link's mass is spread over its shapes. The
 # joint ranges are the paper's, within the robot's own 2 pi; the speed of 2 rad/s is below its limit of 180 degrees/s.
-# Left out is what costs time in a software renderer: shadows, multisampling, roundness nobody sees at 84x84.
+# There are no shadows, no multisampling and no fine meshes: they cost time and do not show at 84x84.
 UR5_XML = """
 <mujoco model="ur5">
   <compiler angle="degree"/>

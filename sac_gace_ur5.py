@@ -611,9 +611,9 @@ def evaluate(args, agent, split, goal_states=None, goal=None, on_step=lambda: No
 def collect_goal_states(args, split, on_step):
     """States of a random policy, equally many of each class, negatives included. They are the same in every run."""
     player, states, labels = Player(args, split), [], []
-    classes = [*range(len(args.goals)), len(args.goals)]
+    bar = tqdm(desc=f"states to measure the discriminator ({split})", total=args.accuracy_states, dynamic_ncols=True)
     for seed in itertools.count(2**29):
-        label = classes[len(labels) % len(classes)]
+        label = len(labels) % (len(args.goals) + 1)
         player.begin(seed, goal=label % len(args.goals))
         rng = np.random.default_rng(seed)
         while not player.over:
@@ -622,7 +622,9 @@ def collect_goal_states(args, split, on_step):
         if (found := player.goal_state()) and found[1] == label:
             states.append(found[0])
             labels.append(label)
+            bar.update()
         if len(labels) == args.accuracy_states:
+            bar.close()
             player.env.close()
             return torch.from_numpy(np.stack(states)), torch.tensor(labels)
 
