@@ -10,6 +10,7 @@ Worker processes play and learn. After each episode, a worker updates the shared
 other workers. The main process logs, evaluates and saves.
 """
 
+import argparse
 import ctypes
 import fcntl
 import io
@@ -96,12 +97,12 @@ class Args:
     gae_lambda: Ratio = 0.9
     """lambda of the generalised advantage estimate (authors: 1, the advantage of Eq. 3)"""
     goal_batch_norm: bool = False
-    """normalise goal states over the batch, as the authors do; by default each by itself, as in acting"""
+    """normalise goal states over the batch, as the authors do; by default each one alone, as in acting"""
     vae_coef: Weight = 1e-3
-    """coefficient of the VAE loss: on the encoder, its gradient is then as large as the RL loss's (World Models trains
-    its VAE alone, without a coefficient)"""
+    """coefficient of the VAE loss, chosen so that its gradient on the encoder is about as large as that of the RL loss
+    (World Models trains its VAE alone)"""
     goal_storage_size: Count = 100_000
-    """goal states to keep, on disk; the oldest go first"""
+    """goal states to keep, on disk; the oldest are overwritten first"""
     freeze_discriminator_at: Annotated[int | None, (1, 10**9)] = None
     """ablation: no GACE loss and fixed discriminator weights after this many updates"""
 
@@ -122,11 +123,6 @@ class Args:
     """use a GPU if there is one"""
 
     def __post_init__(self):
-        if self.paper:
-            for name, value in PAPER.items():
-                if getattr(self, name) not in (value, getattr(Args, name)):
-                    raise SystemExit(f"--paper sets {flag(name)} to {value}: leave out one of the two")
-                setattr(self, name, value)
         for name, kind in get_type_hints(Args, include_extras=True).items():
             value = getattr(self, name)
             if get_origin(kind) is Literal and value not in get_args(kind):
@@ -135,11 +131,14 @@ class Args:
                 if value is not None and not low <= value <= high:
                     raise SystemExit(f"{flag(name)} must be between {low} and {high}, not {value}")
         if self.gdan and self.aux != "gace":
-            raise SystemExit(f"--gdan needs the goal-discriminator, which --aux {self.aux} does not train")
-        if self.num_workers > self.num_envs:
-            raise SystemExit(f"{self.num_workers} workers need --num-envs {self.num_workers} or more")
-        if self.aux == "gace" and self.goal_storage_size < self.warmup:
-            raise SystemExit(f"--warmup {self.warmup} needs a --goal-storage-size of at least {self.warmup}")
+            raise SystemExit(
+                f"--gdan needs the goal-discriminator, which --aux {self.aux} does not train: use --aux gace"
+            )
+        if self.exp_name and ("/" in self.exp_name or "__" in self.exp_name):
+            raise SystemExit("--exp-name must not contain / or __")
+        self.num_workers = min(self.num_workers, self.num_envs)
+        if self.freeze_discriminator_at and self.aux != "gace":
+            raise SystemExit(f"--freeze-discriminator-at: --aux {self.aux} trains no discriminator")
 
     @property
     def classes(self):
@@ -420,9 +419,9 @@ class Episode:
     def goal_state(self):
         """Auto-labelling: returns the state to store and its label, or None.
 
-        A success is labelled with its instruction. Section 3.2 stores the state in which the goal is reached, Algorithm
-        1 the last state acted in. This is the state before that one, as in the authors' code: in the last state acted
-        in, the goal is often out of view. A time-out is a negative."""
+        A success is labelled with its instruction, a time-out is a negative. Section 3.2 stores the state in which the
+        goal is reached, Algorithm 1 the last state acted in. The authors' code stores the state before that one,
+        because in the last state acted in the goal is often out of view. We follow the code."""
         if not self.usable:
             return None
         if self.info["is_success"]:
@@ -479,7 +478,7 @@ def collect_goal_states(args, split, on_step):
     episode, states, labels = Episode(args, split), [], []
     for seed in itertools.count():
         label = len(labels) % args.classes
-        episode.begin([2**30, seed], goal=label % len(envs.ITEMS))
+        episode.begin([2**31 + 1, seed], goal=label % len(envs.ITEMS))
         play(None, [episode], "random", on_step=on_step)
         if (found := episode.goal_state()) and found[1] == label:
             states.append(found[0])
@@ -572,10 +571,6 @@ def increment(counter, lock, by=1):
         return int(counter)
 
 
-def envs_of_worker(args, index):
-    return args.num_envs // args.num_workers + (index < args.num_envs % args.num_workers)
-
-
 def worker(index, args, run_folder, adam, counters, totals, snapshot, lock):
     """Plays and learns until the updates are done. All arguments from `adam` on are in shared memory."""
     follow_main_process()
@@ -589,7 +584,7 @@ def worker(index, args, run_folder, adam, counters, totals, snapshot, lock):
     discriminator_start = agent.goal_discriminator.hidden.weight.storage_offset()
     discriminator_end = discriminator_start + sum(p.numel() for p in agent.goal_discriminator.parameters())
     storage = GoalStorage(run_folder / "goals.bin", args.goal_storage_size, counters["goals"], lock)
-    episodes = [Episode(args) for _ in range(envs_of_worker(args, index))]
+    episodes = [Episode(args) for _ in range(index, args.num_envs, args.num_workers)]
 
     while not counters["stop"]:
         # One episode in each environment. The parameters that play an episode also learn from it, as if each
@@ -635,18 +630,16 @@ def worker(index, args, run_folder, adam, counters, totals, snapshot, lock):
 
 
 def follow_main_process():
-    """Only the main process handles signals. If it dies, the kernel kills this worker (on Linux)."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    """If the main process dies, the kernel kills this worker (on Linux)."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != mp.parent_process().pid:  # it died before that
+    if os.getppid() != mp.parent_process().pid:  # it died before prctl
         os._exit(1)
 
 
 def keep_freed_memory():
-    """Lets the C library keep freed memory. Getting the same pages anew takes a seventh of the time of an update."""
+    """Lets the C library keep freed memory. Without this, new memory pages take a seventh of the time of an update."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc
         M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -721,9 +714,14 @@ def shared_state(args, agent, checkpoint):
     return adam, counters, totals, snapshot, mp.get_context("spawn").Lock()
 
 
-def train(args, run_folder, agent, checkpoint):
-    """Starts the workers, then logs, evaluates and saves until they are done. Returns whether they are."""
+def train(args, run_folder, checkpoint):
+    """Starts the workers, then logs, evaluates and saves. Returns True if all updates are done."""
     torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    agent = Agent(args)
+    if checkpoint:
+        agent.load_state_dict(checkpoint["agent"])
+    (run_folder / "args.json").write_text(json.dumps(asdict(args), default=str, indent=1))
     started = time.monotonic() - checkpoint.get("seconds", 0)
     rows, goal_states = checkpoint.get("rows", []), checkpoint.get("goal_states", {})
     shared = adam, counters, totals, snapshot, _ = shared_state(args, agent, checkpoint)
@@ -779,11 +777,14 @@ def train(args, run_folder, agent, checkpoint):
         if time.monotonic() - saved > args.checkpoint_every:
             save()
 
+    # Only the main process handles signals: the workers inherit the mask.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     workers = mp.spawn(worker, (args, run_folder, *shared), args.num_workers, join=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+    finished = False
     try:
         if args.aux == "gace" and not goal_states:
             goal_states = {split: collect_goal_states(args, split, log) for split in envs.splits_of(args.task)}
-        finished = False
         while not finished:
             time.sleep(0.05)
             log()
@@ -794,11 +795,11 @@ def train(args, run_folder, agent, checkpoint):
             if counters["snapshot"] > evaluated:
                 evaluated = int(counters["snapshot"])
                 point = {"update": evaluated, "env_steps": int(counters["env_steps"])}
-                frozen_agent = Agent(args)  # the workers go on meanwhile
-                flatten(frozen_agent)[0].copy_(snapshot)
+                evaluated_agent = Agent(args)  # the workers go on meanwhile
+                flatten(evaluated_agent)[0].copy_(snapshot)
                 new = []
                 for split in envs.splits_of(args.task):
-                    row = point | evaluate(args, frozen_agent, split, goal_states.get(split), on_step=log)
+                    row = point | evaluate(args, evaluated_agent, split, goal_states.get(split), on_step=log)
                     new.append(row | {"seconds": round(time.monotonic() - started, 1)})
                     tqdm.write(f"update {evaluated:,}, {split}: success {row['success_ratio']:.1%}", file=sys.stdout)
                     for name in METRICS[4:]:
@@ -807,8 +808,7 @@ def train(args, run_folder, agent, checkpoint):
                 save()
     except KeyboardInterrupt:
         tqdm.write("stopping ...", file=sys.stdout)
-    except (mp.ProcessRaisedException, mp.ProcessExitedException, OSError) as error:  # the last checkpoint stays
-        raise SystemExit(f"{str(error).strip()}\nThe run stopped. Go on with: {resume_command(run_folder)}") from None
+        finished = False
     finally:
         counters["stop"].fill_(1)
         deadline = time.monotonic() + 5
@@ -838,59 +838,74 @@ def check_form(content, form, path):
     """Says in one line what a checkpoint lacks that is needed to resume its run. The agents in results/ lack it."""
     for name, kind in form.items():
         if not isinstance(content.get(name), dict if isinstance(kind, dict) else kind):
-            raise SystemExit(f"{path} has no {name} of a run: it cannot be resumed")
+            raise SystemExit(f"{path} has no {name!r} of a run: it cannot be resumed")
         if isinstance(kind, dict):
             check_form(content[name], kind, path)
 
 
-def resume_command(run_folder):
-    return f"python {sys.argv[0]} --resume {run_folder}"
+FIXED = (
+    "task gdan aux seed epsilon_n goal_storage_size accuracy_states exp_name paper".split()
+)  # what a resumed run keeps
 
 
-FIXED = "task gdan aux seed epsilon_n goal_storage_size paper".split()  # what a resumed run keeps
+def lock(run_folder):
+    """Lets only one process train a run. The kernel releases the lock when the process ends."""
+    try:
+        folder = os.open(run_folder, os.O_RDONLY)
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return folder
+    except BlockingIOError:
+        raise SystemExit(f"{run_folder} is being trained by another process") from None
+    except OSError as error:
+        raise SystemExit(f"{run_folder}: {error.strerror}") from None
 
 
 def main():
-    args = tyro.cli(Args, description=__doc__)
-    torch.manual_seed(args.seed)
-    if args.resume:
-        run_folder = args.resume
-        checkpoint, own, agent = load_checkpoint(run_folder / "checkpoint.pt")
-        args = tyro.cli(Args, description=__doc__, default=own)
-        for name in FIXED:
-            if getattr(args, name) != getattr(own, name):
-                raise SystemExit(f"a resumed run keeps its {flag(name)}: {getattr(own, name)}")
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # these two change the defaults of the others
+    early.add_argument("--resume", type=Path)
+    early.add_argument("--paper", action="store_true")
+    early, _ = early.parse_known_args()
+    run_folder, checkpoint, defaults = early.resume, {}, Args(paper=early.paper, **(PAPER if early.paper else {}))
+    if run_folder:
+        folder = lock(run_folder)
+        checkpoint, defaults, _ = load_checkpoint(run_folder / "checkpoint.pt")
         check_form(checkpoint, RUN_FORM, run_folder / "checkpoint.pt")
-        stored = min(checkpoint["counters"]["goals"], args.goal_storage_size) * GoalStorage.record_bytes
-        goals = run_folder / "goals.bin"
-        if stored > (goals.stat().st_size if goals.exists() else 0):
-            raise SystemExit(f"{goals} has lost goal states: the run cannot be resumed")
-    else:
-        run_folder = Path("runs", f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}")
-        checkpoint, agent = {}, Agent(args)
+        stored = min(checkpoint["counters"]["goals"], defaults.goal_storage_size) * GoalStorage.record_bytes
+        if not (run_folder / "goals.bin").exists() or (run_folder / "goals.bin").stat().st_size < stored:
+            raise SystemExit(f"{run_folder}/goals.bin has lost goal states: the run cannot be resumed")
+    args = tyro.cli(Args, description=__doc__, default=defaults)
+    for name in FIXED if run_folder else ():
+        if getattr(args, name) != getattr(defaults, name):
+            raise SystemExit(f"a resumed run keeps its {flag(name)}: {getattr(defaults, name)}")
     if args.track:
         try:
             import wandb
         except ImportError:
             raise SystemExit("--track needs Weights and Biases: pip install wandb") from None
+    if not run_folder:
+        run_folder = Path("runs", f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}")
+        try:
+            run_folder.mkdir(parents=True)
+        except OSError as error:
+            raise SystemExit(f"cannot make the run folder {run_folder}: {error.strerror}") from None
+        folder = lock(run_folder)
+    if args.track:
         name = run_folder.name
         wandb.init(project="gace", name=name, id=name, resume="allow", sync_tensorboard=True, config=vars(args))
-    try:
-        run_folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        settings = open(run_folder / "args.json", "a+")
-        fcntl.flock(settings, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-    except BlockingIOError:
-        raise SystemExit(f"{run_folder} is being trained by another process") from None
-    except OSError as error:
-        raise SystemExit(f"cannot write into the run folder {run_folder}: {error.strerror}") from None
     print(f"run folder: {run_folder}")
-    with settings:
-        settings.truncate(0)
-        settings.write(json.dumps(asdict(args), default=str, indent=1))
-        settings.flush()
-        finished = train(args, run_folder, agent, checkpoint)
-    command = f"python -m tools.enjoy {run_folder}/checkpoint.pt" if finished else resume_command(run_folder)
-    print(f"{'watch the agent' if finished else 'go on'}: {command}")
+    resume = f"python {sys.argv[0]} --resume {run_folder}"
+    expected = OSError, FloatingPointError, gym.error.Error, *envs.ENGINE_DIED
+    try:
+        finished = train(args, run_folder, checkpoint)
+    except (mp.ProcessRaisedException, mp.ProcessExitedException, *expected) as error:  # the last checkpoint stays
+        lines = str(error).strip().splitlines()
+        names = tuple(kind.__name__ for kind in expected)
+        known = lines[-1].split(":")[0].split(".")[-1] in names  # then a worker's traceback tells nothing more
+        problem = lines[-1] if known else "\n".join(lines)
+        raise SystemExit(f"{problem}\nThe run stopped. Resume with: {resume}") from None
+    finally:
+        os.close(folder)
+    print(f"watch the agent: python -m tools.enjoy {run_folder}/checkpoint.pt" if finished else f"resume: {resume}")
 
 
 if __name__ == "__main__":

@@ -139,9 +139,9 @@ MAZE = """
 #         #
 ###########
 """
-# The authors' places are about (295, 907), (309, 266), (542, 185), (763, 647). The second one lies in the path of an agent
-# that slides along the wall: a random policy ends on it in 47 % of V3 and succeeds in 12 % (7.5 % of V4). We moved the
-# first two by less than half a cell. Then a random policy succeeds in about the paper's 8 % of both.
+# The authors' places are about (295, 907), (309, 266), (542, 185), (763, 647). The second one lies in the path of an
+# agent that slides along the wall: a random policy ends on it in 47 % of V3 and succeeds in 12 % (7.5 % of V4).
+# We moved the first two by less than half a cell. Then a random policy succeeds in about the paper's 8 % of both.
 MAZE_PLACES = [(285, 865), (335, 293), (542, 185), (763, 647)]
 START = (420, 420)
 
@@ -167,7 +167,7 @@ UNSEEN_TEXTURES = "PIPE1 PIPE2 PIPE4 STONE WOOD1 WOOD3 WOOD5 ZZZFACE7 ZZZFACE8 Z
 V_TASKS = {"v1": (ROOM, 259, 25), "v2": (ROOM, 259, 25), "v3": (MAZE, 263, 50), "v4": (MAZE, 180, 50)}
 
 TICS = 4  # action repeat; the frames of these tics are the stack
-REACH = 36  # agent radius 16 + item radius 20: the boxes overlap when |dx| and |dy| are both below
+REACH = 36  # agent radius 16 + item radius 20: the boxes overlap when |dx| and |dy| are both smaller than this
 ITEM_RADIUS = 20
 TEXTMAP_BYTES = 32768  # room for the longest map; the engine takes the padding for white space
 ENGINE_DIED = (
@@ -202,7 +202,7 @@ for attempt in (1, 2):
     with open("instance", "w") as file:
         file.write(f"{args[args.index('+viz_instance_id') + 1]} {pid}")
     os.waitpid(pid, 0)
-    if not os.path.exists(folder):  # it goes when the start is complete
+    if not os.path.exists(folder):  # the environment removes it after a complete start
         os._exit(1)
 print(f"The Doom engine does not start: {engine}", file=sys.stderr, flush=True)
 os._exit(1)
@@ -454,7 +454,7 @@ class DoomEnv(MultiTargetEnv):
         return np.concatenate([enlarge(self.frame[:3].astype(np.uint8), 360), panel], axis=1)
 
     def start_engine(self, textmap):
-        # Engine and environment keep the WAD open, so the folder can go at once and no way to die leaves it behind.
+        # Engine and environment keep the WAD open, so the folder is removed at once and no crash leaves it behind.
         if sys.platform == "linux":
             sweep()
         with tempfile.TemporaryDirectory(prefix=f"gace-doom-{os.getpid()}-") as folder:
@@ -485,7 +485,7 @@ class DoomEnv(MultiTargetEnv):
             game.add_game_args("+cl_run 1")
             game.set_episode_timeout(0)  # the steps are counted here
             if not os.access(launcher, os.X_OK):  # the library would crash
-                raise RuntimeError(f"no program can run in {folder}: set TMPDIR to a folder that is not mounted noexec")
+                raise gym.error.Error(f"no program can run in {folder}: set TMPDIR to a folder not mounted noexec")
             game.init()
             self.game, self.wad = game, open(wad, "r+b", buffering=0)
             name, pid = instance.read_text().split()
@@ -493,7 +493,7 @@ class DoomEnv(MultiTargetEnv):
             self.guard = contextlib.nullcontext()
             if hasattr(os, "pidfd_open"):
                 self.guard = EngineGuard(int(pid), queues, self.engine_timeout)
-            # Both sides have opened the shared memory too; without its name it goes when they go.
+            # Both sides have opened the shared memory. Without a name, the kernel frees it when both end.
             for path in (memory, *queues):
                 path.unlink(missing_ok=True)
 
@@ -646,13 +646,15 @@ def load_mujoco():
                 os.environ["MUJOCO_GL"] = backend
                 break
         else:
-            raise RuntimeError(GL_HELP.format(": neither EGL nor OSMesa works here"))
+            raise gym.error.DependencyNotInstalled(GL_HELP.format(": neither EGL nor OSMesa works here"))
         if "mujoco" in sys.modules:  # the user's import came before the choice
             importlib.reload(sys.modules["mujoco.rendering.classic.gl_context"])
     try:
         import mujoco
     except (AttributeError, ImportError, OSError) as error:
-        raise RuntimeError(GL_HELP.format(f" with MUJOCO_GL={os.environ.get('MUJOCO_GL')}: {error}")) from None
+        raise gym.error.DependencyNotInstalled(
+            GL_HELP.format(f" with MUJOCO_GL={os.environ.get('MUJOCO_GL')}: {error}")
+        ) from None
     return mujoco
 
 
@@ -732,7 +734,9 @@ class UR5Env(MultiTargetEnv):
         try:
             return self.mujoco.Renderer(self.model, size, size, max_geom=100)
         except Exception as error:  # each backend fails in its own way
-            raise RuntimeError(GL_HELP.format(f" with MUJOCO_GL={os.environ.get('MUJOCO_GL')}: {error}")) from None
+            raise gym.error.DependencyNotInstalled(
+                GL_HELP.format(f" with MUJOCO_GL={os.environ.get('MUJOCO_GL')}: {error}")
+            ) from None
 
     def close(self):
         self.running = False

@@ -9,6 +9,7 @@ Paper: "Goal-Aware Cross-Entropy for Multi-Target Reinforcement Learning" (NeurI
 One process steps the environments in turn, stores every frame once in a file, and learns from random batches.
 """
 
+import argparse
 import copy
 import ctypes
 import fcntl
@@ -76,9 +77,9 @@ class Args:
     target_update_interval: Count = 1
     """updates between two soft updates of the target networks"""
     replay_size: Count = 1_000_000
-    """frames to keep, on disk (21 KB each); the oldest go first"""
+    """frames to keep, on disk (21 KB each); the oldest are overwritten first"""
     goal_storage_size: Count = 500_000
-    """goal states to keep, on disk; the oldest go first"""
+    """goal states to keep, on disk; the oldest are overwritten first"""
     eta: Weight = 0.5
     """coefficient of the GACE loss (Eq. 9); the paper recommends 0.3 to 0.5"""
     gamma: Ratio = 0.99
@@ -102,8 +103,8 @@ class Args:
     env_steps_per_update: Count = 32
     """environment steps per update"""
     ae_coef: Weight = 100.0
-    """coefficient of the AE loss: on the encoder, its gradient is then as large as the critic's (SAC+AE gives the AE
-    loss an optimiser of its own)"""
+    """coefficient of the AE loss, chosen so that its gradient on the encoder is about as large as that of the critic
+    loss (SAC+AE has a second optimiser for the AE loss)"""
     curl_coef: Weight = 0.02
     """coefficient of the CURL loss, chosen in the same way (CURL too has a second optimiser)"""
     concat_query: bool = False
@@ -128,11 +129,6 @@ class Args:
     """use a GPU if there is one"""
 
     def __post_init__(self):
-        if self.paper:
-            for name, value in PAPER.items():
-                if getattr(self, name) not in (value, getattr(Args, name)):
-                    raise SystemExit(f"--paper sets {flag(name)} to {value}: leave out one of the two")
-                setattr(self, name, value)
         for name, kind in get_type_hints(Args, include_extras=True).items():
             value = getattr(self, name)
             if get_origin(kind) is Literal and value not in get_args(kind):
@@ -141,7 +137,11 @@ class Args:
                 if value is not None and not low <= value <= high:
                     raise SystemExit(f"{flag(name)} must be between {low} and {high}, not {value}")
         if self.gdan and self.aux != "gace":
-            raise SystemExit(f"--gdan needs the goal-discriminator, which --aux {self.aux} does not train")
+            raise SystemExit(
+                f"--gdan needs the goal-discriminator, which --aux {self.aux} does not train: use --aux gace"
+            )
+        if self.exp_name and ("/" in self.exp_name or "__" in self.exp_name):
+            raise SystemExit("--exp-name must not contain / or __")
         if self.concat_query and not self.gdan:
             raise SystemExit("--concat-query replaces the attention of GDAN: add --gdan")
         self.fixed_goal = self.fixed_goal and self.fixed_goal.lower()
@@ -342,9 +342,11 @@ class Agent(nn.Module):
 class RingFile:
     """The newest records of equal size, in a file that takes up disk only as it fills."""
 
-    def __init__(self, path, dtype, capacity):
+    def __init__(self, path, dtype, capacity, count):
         self.file = os.open(path, os.O_RDWR | os.O_CREAT)
         self.dtype, self.capacity = np.dtype(dtype), capacity
+        if os.fstat(self.file).st_size < min(count, capacity) * self.dtype.itemsize:
+            raise SystemExit(f"{path} is damaged or lost: the run cannot be resumed")
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_RANDOM)  # do not read the neighbours of a record
 
@@ -367,8 +369,8 @@ class RingFile:
 class ReplayBuffer:
     """Frames and steps of all environments. Every frame is stored once.
 
-    The environments take turns, so the next frame of a step is `num_envs` places on. The last frame of an episode has
-    no usable step."""
+    The environments take turns, so the next frame of a step is `num_envs` places later. The last frame of an episode
+    has no usable step."""
 
     frame = np.dtype([("image", "u1", (SIDE, SIDE, 3))])  # channels last, as the encoder reads it
     step = np.dtype([("action", "f4", 6), ("reward", "f4"), ("goal", "u1"), ("terminal", "?"), ("usable", "?")])
@@ -376,10 +378,11 @@ class ReplayBuffer:
     def __init__(self, folder, capacity, num_envs, count=0):
         self.capacity, self.num_envs = capacity - capacity % num_envs, num_envs
         self.count = count  # frames ever added
-        self.frames = RingFile(folder / "replay_frames.bin", self.frame, self.capacity)
-        self.steps_file = RingFile(folder / "replay_steps.bin", self.step, self.capacity)
-        self.steps = np.zeros(self.capacity, self.step)  # in memory too, 35 bytes each
-        self.steps[: min(count, self.capacity)] = self.steps_file.read(np.arange(min(count, self.capacity)))
+        self.frames = RingFile(folder / "replay_frames.bin", self.frame, self.capacity, count)
+        self.steps_file = RingFile(folder / "replay_steps.bin", self.step, self.capacity, count)
+        self.steps = np.zeros(self.capacity, self.step)  # in memory too, 31 bytes each
+        stored = min(count, self.capacity)
+        self.steps[:stored] = np.fromfile(folder / "replay_steps.bin", self.step, stored)
 
     def add(self, images, steps):
         """Adds one frame (3, 84, 84) and one step of each environment."""
@@ -418,7 +421,7 @@ class GoalStorage:
     record = np.dtype([("image", "u1", (SIDE, SIDE, 3)), ("label", "u1")])
 
     def __init__(self, folder, capacity, count=0):
-        self.records = RingFile(folder / "goal_states.bin", self.record, capacity)
+        self.records = RingFile(folder / "goal_states.bin", self.record, capacity, count)
         self.count = count  # goal states ever added
 
     def __len__(self):
@@ -576,11 +579,12 @@ class Player:
         goal = self.fixed_goal if goal is None else goal
         observation, _ = self.env.reset(seed=seed, options=None if goal is None else {"goal": goal})
         self.image, self.goal = observation["image"], int(observation["goal"])
-        self.rewards, self.terminated, self.over = [], False, False
+        self.actions, self.rewards, self.terminated, self.over = [], [], False, False
 
     def step(self, action):
         observation, reward, self.terminated, truncated, self.info = self.env.step(action)
         self.image, self.over = observation["image"], self.terminated or truncated
+        self.actions.append(action.tolist())
         self.rewards.append(reward)
 
     def goal_state(self):
@@ -691,17 +695,13 @@ def check_form(content, form, path):
     """Says in one line what a checkpoint lacks that is needed to resume its run. The agents in results/ lack it."""
     for name, kind in form.items():
         if not isinstance(content.get(name), dict if isinstance(kind, dict) else kind):
-            raise SystemExit(f"{path} has no {name} of a run: it cannot be resumed")
+            raise SystemExit(f"{path} has no {name!r} of a run: it cannot be resumed")
         if isinstance(kind, dict):
             check_form(content[name], kind, path)
 
 
-def resume_command(run_folder):
-    return f"python {sys.argv[0]} --resume {run_folder}"
-
-
 def keep_freed_memory():
-    """Lets the C library keep freed memory. Getting the same pages anew takes as long as the arithmetic."""
+    """Lets the C library keep freed memory. Without this, new memory pages take as long as the arithmetic."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc
         M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -711,7 +711,8 @@ def keep_freed_memory():
 
 def check_disk(args):
     """Refuses a run that does not fit on the disk."""
-    steps, free = args.warmup + args.total_updates * args.env_steps_per_update, shutil.disk_usage(".").free
+    steps = args.warmup + args.total_updates * args.env_steps_per_update
+    free = shutil.disk_usage("runs" if Path("runs").exists() else ".").free
     goals = min(args.goal_storage_size, steps // 10) if args.aux == "gace" else 0
     needed = (min(args.replay_size, steps * 11 // 10) + goals) * ReplayBuffer.frame.itemsize
     if needed > free:
@@ -720,25 +721,27 @@ def check_disk(args):
         raise SystemExit(f"{problem}: use a --replay-size of at most {most}")
 
 
-def train(args, run_folder, agent, checkpoint):
-    """Trains until the updates are done or a signal comes. Returns whether they are done."""
+def train(args, run_folder, checkpoint):
+    """Trains until the updates are done or a signal comes. Returns True if all updates are done."""
     keep_freed_memory()
+    torch.manual_seed(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    agent = agent.to(device).eval()
+    agent = Agent(args).to(device).eval()
     target = copy.deepcopy(agent).requires_grad_(False)
     optimizers = make_optimizers(args, agent)
     rng = np.random.default_rng(args.seed)
     counters = {"updates": 0, "env_steps": 0, "replay": 0, "goals": 0, "episodes": args.num_envs}
-    under_way = [(episode, 0) for episode in range(args.num_envs)]  # episode and steps of each environment
+    under_way = [(episode, []) for episode in range(args.num_envs)]  # episode and actions of each environment
     rows, goal_states, splits, started = [], {}, envs.splits_of(args.task), time.monotonic()
     if checkpoint:
         counters, under_way, rows = checkpoint["counters"], checkpoint["under_way"], checkpoint["rows"]
         goal_states, started = checkpoint["goal_states"], started - checkpoint["seconds"]
+        agent.load_state_dict(checkpoint["agent"])
         target.load_state_dict(checkpoint["target"])
         for optimizer, state in zip(optimizers, checkpoint["optimizers"], strict=True):
             optimizer.load_state_dict(state)
             for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate  # it may have been given anew
+                group["lr"] = args.learning_rate  # the user may have given a new one
         rng.bit_generator.state = json.loads(checkpoint["numpy_random"])
         torch.set_rng_state(checkpoint["torch_random"])
     replay = ReplayBuffer(run_folder, args.replay_size, args.num_envs, counters["replay"])
@@ -746,6 +749,7 @@ def train(args, run_folder, agent, checkpoint):
     signals = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, frame: signals.append(received))
+    (run_folder / "args.json").write_text(json.dumps(asdict(args), default=str, indent=1))
     writer = SummaryWriter(run_folder, purge_step=counters["updates"] + 1)
     writer.add_text("hyperparameters", "|name|value|\n|-|-|\n" + "".join(f"|{k}|{v}|\n" for k, v in vars(args).items()))
     players = [Player(args) for _ in range(args.num_envs)]
@@ -764,7 +768,7 @@ def train(args, run_folder, agent, checkpoint):
             "target": target.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in optimizers],
             "counters": counters,
-            "under_way": [(player.episode, len(player.rewards)) for player in players],
+            "under_way": [(player.episode, player.actions) for player in players],
             "numpy_random": json.dumps(rng.bit_generator.state),
             "torch_random": torch.get_rng_state(),
             "seconds": time.monotonic() - started,
@@ -779,10 +783,10 @@ def train(args, run_folder, agent, checkpoint):
             raise KeyboardInterrupt
 
     try:
-        for i, (player, (episode, steps)) in enumerate(zip(players, under_way, strict=True)):
+        for player, (episode, actions) in zip(players, under_way, strict=True):
             begin(player, episode)
-            for turn in range(steps, 0, -1):  # a resumed run plays the steps of the episodes under way again
-                player.step(replay.steps["action"][(replay.count + i - turn * args.num_envs) % replay.capacity])
+            for action in actions:  # a resumed run plays the episodes under way again
+                player.step(np.array(action, np.float32))
         if args.aux == "gace" and not goal_states:
             goal_states = {split: collect_goal_states(args, split, check_signals) for split in splits}
         while True:
@@ -846,7 +850,7 @@ def train(args, run_folder, agent, checkpoint):
                 counters["updates"] = update = update + 1
                 if update % args.target_update_interval == 0:
                     soft_update(target, agent, args.tau)
-                if update % 100 == 0:
+                if update % 100 == 0 and recent:
                     names = "success_ratio nongoal_ratio episodic_length episodic_return".split()
                     report |= {f"charts/{name}": x for name, x in zip(names, np.mean(recent, 0), strict=True)}
                     for name, number in report.items():
@@ -872,9 +876,6 @@ def train(args, run_folder, agent, checkpoint):
         tqdm.write("stopping ...", file=sys.stdout)
         save()
         return False
-    except (FloatingPointError, OSError) as error:  # the last checkpoint stays
-        problem = f"{error} at update {counters['updates'] + 1}"
-        raise SystemExit(f"{problem}\nThe run stopped. Go on with: {resume_command(run_folder)}") from None
     finally:
         for bar in bars.values():
             bar.close()
@@ -884,57 +885,62 @@ def train(args, run_folder, agent, checkpoint):
 
 
 FIXED = """
-    task gdan aux seed hidden_size replay_size goal_storage_size num_envs policy concat_query fixed_goal paper
+    task gdan aux seed hidden_size replay_size goal_storage_size num_envs policy concat_query fixed_goal accuracy_states
+    exp_name paper
 """.split()  # what a resumed run keeps
 
 
+def lock(run_folder):
+    """Lets only one process train a run. The kernel releases the lock when the process ends."""
+    try:
+        folder = os.open(run_folder, os.O_RDONLY)
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return folder
+    except BlockingIOError:
+        raise SystemExit(f"{run_folder} is being trained by another process") from None
+    except OSError as error:
+        raise SystemExit(f"{run_folder}: {error.strerror}") from None
+
+
 def main():
-    args = tyro.cli(Args, description=__doc__)
-    torch.manual_seed(args.seed)
-    if args.resume:
-        run_folder = args.resume
-        checkpoint, own, agent = load_checkpoint(run_folder / "checkpoint.pt")
-        args = tyro.cli(Args, description=__doc__, default=own)
-        for name in FIXED:
-            if getattr(args, name) != getattr(own, name):
-                raise SystemExit(f"a resumed run keeps its {flag(name)}: {getattr(own, name)}")
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # these two change the defaults of the others
+    early.add_argument("--resume", type=Path)
+    early.add_argument("--paper", action="store_true")
+    early, _ = early.parse_known_args()
+    run_folder, checkpoint, defaults = early.resume, {}, Args(paper=early.paper, **(PAPER if early.paper else {}))
+    if run_folder:
+        folder = lock(run_folder)
+        checkpoint, defaults, _ = load_checkpoint(run_folder / "checkpoint.pt")
         check_form(checkpoint, RUN_FORM, run_folder / "checkpoint.pt")
-        frames = min(checkpoint["counters"]["replay"], args.replay_size // args.num_envs * args.num_envs)
-        goals = min(checkpoint["counters"]["goals"], args.goal_storage_size)
-        for name, size in (
-            ("replay_frames.bin", frames * ReplayBuffer.frame.itemsize),
-            ("replay_steps.bin", frames * ReplayBuffer.step.itemsize),
-            ("goal_states.bin", goals * GoalStorage.record.itemsize),
-        ):
-            if not (run_folder / name).exists() or (run_folder / name).stat().st_size < size:
-                raise SystemExit(f"{run_folder / name} is damaged or lost: the run cannot be resumed")
-    else:
-        run_folder = Path("runs", f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}")
-        checkpoint, agent = {}, Agent(args)
-        check_disk(args)
+    args = tyro.cli(Args, description=__doc__, default=defaults)
+    for name in FIXED if run_folder else ():
+        if getattr(args, name) != getattr(defaults, name):
+            raise SystemExit(f"a resumed run keeps its {flag(name)}: {getattr(defaults, name)}")
     if args.track:
         try:
             import wandb
         except ImportError:
             raise SystemExit("--track needs Weights and Biases: pip install wandb") from None
+    if not run_folder:
+        run_folder = Path("runs", f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}")
+        check_disk(args)
+        try:
+            run_folder.mkdir(parents=True)
+        except OSError as error:
+            raise SystemExit(f"cannot make the run folder {run_folder}: {error.strerror}") from None
+        folder = lock(run_folder)
+    if args.track:
         name = run_folder.name
         wandb.init(project="gace", name=name, id=name, resume="allow", sync_tensorboard=True, config=vars(args))
-    try:
-        run_folder.mkdir(parents=True, exist_ok=bool(args.resume))
-        settings = open(run_folder / "args.json", "a+")
-        fcntl.flock(settings, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-    except BlockingIOError:
-        raise SystemExit(f"{run_folder} is being trained by another process") from None
-    except OSError as error:
-        raise SystemExit(f"cannot write into the run folder {run_folder}: {error.strerror}") from None
     print(f"run folder: {run_folder}")
-    with settings:
-        settings.truncate(0)
-        settings.write(json.dumps(asdict(args), default=str, indent=1))
-        settings.flush()
-        finished = train(args, run_folder, agent, checkpoint)
-    command = f"python -m tools.enjoy {run_folder}/checkpoint.pt" if finished else resume_command(run_folder)
-    print(f"{'watch the agent' if finished else 'go on'}: {command}")
+    resume = f"python {sys.argv[0]} --resume {run_folder}"
+    try:
+        finished = train(args, run_folder, checkpoint)
+    except (OSError, FloatingPointError, gym.error.Error) as error:  # the last checkpoint stays
+        raise SystemExit(f"{error}\nThe run stopped. Resume with: {resume}") from None
+    finally:
+        os.close(folder)
+    print(f"watch the agent: python -m tools.enjoy {run_folder}/checkpoint.pt" if finished else f"resume: {resume}")
 
 
 if __name__ == "__main__":

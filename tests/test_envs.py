@@ -629,7 +629,7 @@ def test_tmpdir_that_runs_no_programs_is_named(tmp_path):
     starter, _ = start(tmp_path)
     errors = starter.communicate(timeout=20)[1]
     subprocess.run(["umount", tmp_path], check=True)
-    assert starter.returncode == 1 and "set TMPDIR to a folder that is not mounted noexec" in errors.splitlines()[-1]
+    assert starter.returncode == 1 and "set TMPDIR to a folder not mounted noexec" in errors.splitlines()[-1]
 
 
 def engine_of_this_process():

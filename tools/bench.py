@@ -175,7 +175,7 @@ def bench_training(task, seconds):
             os.truncate(run_folder / "goals.bin", 100_000 * a3c.GoalStorage.record_bytes)
         else:
             checkpoint["counters"] |= {"replay": 500_000, "goals": 500_000}
-            checkpoint["under_way"] = [(episode, 0) for episode, _ in checkpoint["under_way"]]
+            checkpoint["under_way"] = [(episode, []) for episode, _ in checkpoint["under_way"]]
             os.truncate(run_folder / "goal_states.bin", 500_000 * sac.GoalStorage.record.itemsize)
             os.truncate(run_folder / "replay_frames.bin", 500_000 * sac.ReplayBuffer.frame.itemsize)
             steps = np.zeros(500_000, sac.ReplayBuffer.step)

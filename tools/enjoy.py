@@ -36,12 +36,13 @@ class Args:
 
 def load_agent(path):
     """Returns the script that trained an agent, its checkpoint, its Args and the agent."""
+    reasons = []
     for script in (a3c_gace_vizdoom, sac_gace_ur5):
         try:
             return script, *script.load_checkpoint(path)
         except SystemExit as error:
-            reason = error
-    raise reason
+            reasons.append(str(error))
+    raise SystemExit("\n".join(dict.fromkeys(reasons)))
 
 
 def check_choice(task, split, goal):

@@ -72,7 +72,7 @@ PAPER_UPDATES = {
 
 
 def base_of(algorithm):
-    """The method of which this is a variant: a3c+gace of a3c+gace+frozen. None if there is none."""
+    """The method that this is a variant of, such as a3c+gace for a3c+gace+frozen10000, or None."""
     return max((name for name in NAMES if f"{algorithm}+".startswith(f"{name}+")), key=len, default=None)
 
 
@@ -265,7 +265,7 @@ def efficiency_table(args, task, runs, algorithms):
     if ratio is None and reference in curves:
         ratio, note = curves[reference][1].max(), f"the best of {NAMES[reference][0]}"
     if ratio is None:
-        ratio, note = paper_ratio, f"the paper's, for want of a run of {NAMES[reference][0]}"
+        ratio, note = paper_ratio, f"the paper's, because there is no run of {NAMES[reference][0]}"
     if ratio is None:
         return None
     needed = {name: first_reached(*curve, ratio) for name, curve in curves.items()}

@@ -6,6 +6,7 @@
 It ends with a table of what was done and survived. It fails if anything hung, was lost or was left behind.
 """
 
+import contextlib
 import os
 import random
 import signal
@@ -57,8 +58,8 @@ class Soak:
             self.process = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=output, stderr=output)
 
     def processes(self):
-        """The live processes of the run by kind: main, worker, engine."""
-        found = {"main": [], "worker": [], "engine": []}
+        """The live processes of the run by kind."""
+        found = {"main": [], "worker": [], "engine": [], "other": []}
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 if self.marker.encode() not in (path / "environ").read_bytes():
@@ -72,6 +73,8 @@ class Soak:
                 found["engine"].append(int(path.name))
             elif b"spawn_main" in command:
                 found["worker"].append(int(path.name))
+            else:  # launchers of engines, and multiprocessing's own
+                found["other"].append(int(path.name))
         return found
 
     def checkpoint(self):
@@ -102,7 +105,9 @@ class Soak:
         raise SystemExit(f"{self.script} hangs at update {updates} after {dict(self.done)}")
 
     def disturb(self, rng):
-        processes = {kind: pids for kind, pids in self.processes().items() if pids}
+        processes = {kind: pids for kind, pids in self.processes().items() if pids and kind != "other"}
+        if not processes:  # it has just ended
+            return
         kind = rng.choice(list(processes))
         victim, how = rng.choice(processes[kind]), rng.choice(["SIGKILL", "SIGSTOP", "SIGINT"])
         if kind != "main" and how == "SIGINT":
@@ -119,9 +124,9 @@ class Soak:
     def end(self):
         """Ends the run as Ctrl-C does; nothing may be left."""
         self.process.send_signal(signal.SIGINT)
-        self.process.wait(20)
-        end = time.monotonic() + 10
+        end = time.monotonic() + 20
         while any(self.processes().values()) and time.monotonic() < end:
+            self.process.poll()
             time.sleep(0.1)
         left = [str(path) for path in self.folder.iterdir() if path.name not in ("runs", "output.txt")]
         left += [f"{kind} {pid}" for kind, pids in self.processes().items() for pid in pids]
@@ -148,7 +153,8 @@ def main():
             finally:
                 for pids in soak.processes().values():
                     for pid in pids:
-                        os.kill(pid, signal.SIGKILL)
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
                 soak.process.wait()
             updates = soak.checkpoint()["counters"]["updates"]
         rows += [(script, what, number) for what, number in sorted(soak.done.items())]
