@@ -788,8 +788,8 @@ def train(args, run_folder, checkpoint):
         while not finished:
             time.sleep(0.05)
             log()
-            finished = not any(process.is_alive() for process in workers.processes)
-            if finished:
+            ended = not any(process.is_alive() for process in workers.processes)
+            if ended and counters["snapshot"] <= evaluated:
                 snapshot.copy_(parameters.detach())
                 counters["snapshot"].copy_(counters["updates"])
             if counters["snapshot"] > evaluated:
@@ -806,6 +806,7 @@ def train(args, run_folder, checkpoint):
                         writer.add_scalar(f"evaluation/{split}_{name}", row[name], evaluated)
                 rows += new
                 save()
+            finished = ended and evaluated >= counters["updates"]
     except KeyboardInterrupt:
         tqdm.write("stopping ...", file=sys.stdout)
         finished = False

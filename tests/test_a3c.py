@@ -579,7 +579,7 @@ def test_dead_engine_costs_an_episode_and_a_dead_worker_the_run(tmp_path):
         os.kill(engines(run.marker)[0], signal.SIGKILL)
         assert wait_until(lambda: run.updates() > before + 30, 60)
         assert wait_until(lambda: len(engines(run.marker)) == 4)  # it was replaced
-        os.kill(parent(engines(run.marker)[0]), signal.SIGKILL)
+        os.kill(parent(parent(engines(run.marker)[0])), signal.SIGKILL)  # between them is the engine's launcher
         assert run.wait(15) != 0
         assert "terminated with signal SIGKILL" in run.output.splitlines()[-2] and "--resume" in run.output
         assert wait_until(lambda: not run.descendants(), 5)
