@@ -60,13 +60,12 @@ def call(script, monkeypatch, *arguments):
     """Calls a script's main function with these arguments, without the seconds that a new process takes to start."""
     monkeypatch.setattr(sys, "argv", ["script.py", *map(str, arguments)])
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    files = set(os.listdir("/proc/self/fd"))
     try:
         script.main()
     finally:
-        for file in set(os.listdir("/proc/self/fd")) - files:  # the lock of a refused run, which ends with its process
-            if os.path.isdir(f"/proc/self/fd/{file}") and "runs" in os.readlink(f"/proc/self/fd/{file}"):
-                os.close(int(file))
+        for file in Path("/proc/self/fd").iterdir():  # the lock of a refused run, which would end with its process
+            if file.is_dir() and "/runs/" in os.readlink(file):
+                os.close(int(file.name))
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

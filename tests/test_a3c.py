@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -411,6 +412,18 @@ def test_every_mode_trains_evaluates_and_is_evaluated_again(algorithm, tmp_path)
     assert [f"success {ratio:.1%}" in line for ratio, line in zip(last, shown, strict=True)] == [True] * len(splits)
 
 
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    run = Run(tmp_path_factory.mktemp("finished"), SCRIPT, *TINY, "--aux", "none", "--total-updates", "4")
+    assert run.wait() == 0, run.output
+    return run.run_folder
+
+
+def copy_of(finished, tmp_path):
+    """A copy of the finished run, for tests that resume it."""
+    return Path(shutil.copytree(finished, tmp_path / "runs" / finished.name))
+
+
 def test_names_of_the_algorithms():
     names = [a3c.algorithm(a3c.Args(aux=aux)) for aux in ("none", "vae", "rad", "gace")]
     assert names == ["a3c", "a3c+vae", "a3c+rad", "a3c+gace"]
@@ -545,13 +558,11 @@ def test_learning_rate_rises_and_falls_to_zero():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
-def test_interrupted_while_its_processes_start(how, tmp_path):
+def test_interrupted_while_its_processes_start(how, finished, tmp_path):
     """When the run owes an evaluation, and no child has looked at its parent yet."""
-    run = Run(tmp_path, SCRIPT, *TINY, "--aux", "none", "--eval-every", "100", "--total-updates", "4")
-    assert run.wait() == 0, run.output
-    checkpoint = run.checkpoint()
-    torch.save(checkpoint | {"rows": []}, run.run_folder / "checkpoint.pt")
-    with Run(tmp_path, SCRIPT, "--resume", run.run_folder, "--eval-every", 3, "--total-updates", 10**6) as resumed:
+    run_folder = copy_of(finished, tmp_path)
+    torch.save(torch.load(run_folder / "checkpoint.pt") | {"rows": []}, run_folder / "checkpoint.pt")
+    with Run(tmp_path, SCRIPT, "--resume", run_folder, "--total-updates", 10**6) as resumed:
         assert wait_until(lambda: len(resumed.descendants()) >= 2, 30)  # a worker, and multiprocessing's own
         resumed.process.send_signal(getattr(signal, how))
         resumed.wait(10)
@@ -559,15 +570,14 @@ def test_interrupted_while_its_processes_start(how, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_an_interruption_cost_is_made_up_for(tmp_path):
-    run = Run(tmp_path, SCRIPT, *TINY, "--aux", "none", "--total-updates", "4")
-    assert run.wait() == 0, run.output
-    checkpoint = run.checkpoint()
+def test_an_evaluation_that_an_interruption_cost_is_made_up_for(finished, tmp_path):
+    run_folder = copy_of(finished, tmp_path)
+    checkpoint = torch.load(run_folder / "checkpoint.pt")
     assert [row["update"] for row in checkpoint["rows"]] == [3, 4]
-    torch.save(checkpoint | {"rows": []}, run.run_folder / "checkpoint.pt")
-    resumed = Run(tmp_path, SCRIPT, "--resume", run.run_folder)
+    torch.save(checkpoint | {"rows": []}, run_folder / "checkpoint.pt")
+    resumed = Run(tmp_path, SCRIPT, "--resume", run_folder)
     assert resumed.wait() == 0, resumed.output
-    assert [row["update"] for row in run.rows()] == ["4"]
+    assert [row["update"] for row in resumed.rows()] == ["4"]
 
 
 @pytest.mark.slow
@@ -600,20 +610,19 @@ def test_engine_that_dies_in_an_evaluation_costs_no_episode(monkeypatch):
 
 
 @pytest.mark.slow
-def test_full_disk_keeps_the_last_checkpoint_and_one_process_trains_a_run(tmp_path):
-    run = Run(tmp_path, SCRIPT, *TINY, "--aux", "none")
-    assert run.wait() == 0, run.output
-    before = (run.run_folder / "checkpoint.pt").read_bytes()
+def test_full_disk_keeps_the_last_checkpoint_and_one_process_trains_a_run(finished, tmp_path):
+    run_folder = copy_of(finished, tmp_path)
+    before = (run_folder / "checkpoint.pt").read_bytes()
     small = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10**7, 10**7))}  # no file may grow larger
-    full = Run(tmp_path, SCRIPT, "--resume", run.run_folder, "--total-updates", "100000", **small)
+    full = Run(tmp_path, SCRIPT, "--resume", run_folder, "--total-updates", "100000", **small)
     assert full.wait(60) != 0 and "File too large" in full.output, full.output
     assert "--resume" in full.output.splitlines()[-1] and "Traceback" not in full.output
-    assert (run.run_folder / "checkpoint.pt").read_bytes() == before and not list(run.run_folder.glob("*.tmp"))
+    assert (run_folder / "checkpoint.pt").read_bytes() == before and not list(run_folder.glob("*.tmp"))
     assert wait_until(lambda: not full.descendants(), 5)
 
-    with Run(tmp_path, SCRIPT, "--resume", run.run_folder, "--total-updates", "100000") as first:
+    with Run(tmp_path, SCRIPT, "--resume", run_folder, "--total-updates", "100000") as first:
         assert wait_until(lambda: len(first.descendants()) >= 2, 30)
-        second = Run(tmp_path, SCRIPT, "--resume", run.run_folder)
+        second = Run(tmp_path, SCRIPT, "--resume", run_folder)
         assert second.wait(30) != 0 and "is being trained by another process" in second.output.splitlines()[-1]
 
 
