@@ -130,7 +130,8 @@ class Soak:
             time.sleep(0.1)
         left = [str(path) for path in self.folder.iterdir() if path.name not in ("runs", "output.txt")]
         left += [f"{kind} {pid}" for kind, pids in self.processes().items() for pid in pids]
-        if left := [name for name in left if "gace-doom" not in name]:  # the next engine to start sweeps these
+        # The next engine to start sweeps the first; the second is PyTorch's own.
+        if left := [name for name in left if "gace-doom" not in name and "torchinductor" not in name]:
             raise SystemExit(f"{self.script} left behind: {', '.join(left)}")
 
 
