@@ -360,10 +360,10 @@ class RingFile:
         if hasattr(os, "posix_fadvise"):
             for offset in offsets:  # let the disk fetch all records at once
                 os.posix_fadvise(self.file, offset, self.dtype.itemsize, os.POSIX_FADV_WILLNEED)
-        records = np.empty(len(offsets), self.dtype)
-        for i, offset in enumerate(offsets):
-            os.preadv(self.file, [records[i : i + 1]], offset)
-        return records
+        records = np.empty((len(offsets), self.dtype.itemsize), np.uint8)
+        for record, offset in zip(records, offsets, strict=True):
+            os.preadv(self.file, [record], offset)
+        return records.view(self.dtype)[:, 0]
 
 
 class ReplayBuffer:
