@@ -499,6 +499,7 @@ def test_frozen_discriminator_stands_still_in_a_run(tmp_path):
     assert not any(name.startswith("goal_discriminator") for name in moved)
 
 
+@pytest.mark.slow
 def test_negatives_do_not_count_towards_the_warm_up(tmp_path):
     run = Run(tmp_path, SCRIPT, *TINY, "--epsilon-n", "1", "--total-updates", "1", "--warmup", "3", "--num-envs", "1")
     assert run.wait() == 0, run.output
@@ -508,6 +509,7 @@ def test_negatives_do_not_count_towards_the_warm_up(tmp_path):
     assert (labels == 4).sum() > 3
 
 
+@pytest.mark.slow
 def test_committed_agent_is_evaluated_out_of_the_box():
     """By the command of results/README.md, for one goal; a random policy succeeds in 6.6 %."""
     command = [sys.executable, "-m", "tools.enjoy", "results/v1__a3c+gace+gdan__1.pt", "--goal", "armor"]
@@ -626,6 +628,7 @@ def test_full_disk_keeps_the_last_checkpoint_and_one_process_trains_a_run(finish
         assert second.wait(30) != 0 and "is being trained by another process" in second.output.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_worker_that_raises_ends_the_run_with_its_traceback(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     (tmp_path / "broken.py").write_text(
@@ -641,6 +644,7 @@ def test_worker_that_raises_ends_the_run_with_its_traceback(tmp_path, monkeypatc
     assert not list(tmp_path.glob("pytorch-errorfile*"))
 
 
+@pytest.mark.slow
 def test_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path):
     run = Run(tmp_path, SCRIPT, *TINY, "--learning-rate", "1e6", "--learning-rate-warmup", "0", "--total-updates", "60")
     assert run.wait() != 0 and "the loss is not finite" in run.output.splitlines()[-2]

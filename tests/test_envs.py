@@ -767,6 +767,7 @@ def test_rendering_and_closing_changes_no_observation(task):
     env.close()
 
 
+@pytest.mark.slow
 def test_making_and_closing_leaks_nothing():
     files = []
     for task in ("v1", "r1"):
@@ -804,6 +805,7 @@ def test_rendering_backend_that_fails_names_the_packages():
     assert disabled.returncode and "MUJOCO_GL=disabled" in disabled.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_bench_prints_a_table():
     command = [sys.executable, "-m", "tools.bench", "--tasks", "v1", "r1", "--seconds", "1"]
     lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()

@@ -494,6 +494,7 @@ def test_settings_given_on_resuming_take_effect(tmp_path, monkeypatch):
     assert made[-1].noise == 0.01
 
 
+@pytest.mark.slow
 def test_100th_update_before_the_first_episode_ends(tmp_path, monkeypatch):
     arguments = [*TINY, "--aux", "none", "--paper", "--warmup", 1, "--total-updates", 101, "--eval-every", 1000]
     run_folder, _ = run_in_process(tmp_path, monkeypatch, *arguments, "--batch-size", 1, "--total-updates", 99)
@@ -529,6 +530,7 @@ def test_interrupted_run_goes_on(how, tmp_path):
     assert not list(run.run_folder.glob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_full_disk_keeps_the_last_checkpoint(tmp_path):
     small = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4 * 10**7, 4 * 10**7))}
     endless = ["--total-updates", "100000", "--eval-every", "100000", "--checkpoint-every", "1"]

@@ -94,6 +94,7 @@ def checkpoints(folder):
         torch.save(content, folder / f"{name}.pt")
 
 
+@pytest.mark.slow
 def test_sheet_and_video_of_both_kinds_of_agent(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpoints(tmp_path)
