@@ -554,7 +554,8 @@ def learn(args, agent, gradient, episode, storage, update, device):
     norm = gradient.norm()
     if not torch.isfinite(norm):
         raise FloatingPointError(f"the loss is not finite at update {update}: {loss.item()}")
-    gradient.mul_((args.max_grad_norm / norm).clamp(max=1))
+    if norm > args.max_grad_norm:
+        gradient.mul_(args.max_grad_norm / norm)
     report["losses/gradient_norm"] = norm
     return {name: float(number.detach()) for name, number in report.items()}
 
