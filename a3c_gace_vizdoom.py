@@ -514,18 +514,13 @@ def flatten(agent):
     return vector, gradient
 
 
-def discriminator_is_frozen(args, update):
-    return args.freeze_discriminator_at is not None and update > args.freeze_discriminator_at
-
-
-def learn(args, agent, gradient, episode, storage, update, device):
+def learn(args, agent, gradient, episode, storage, frozen, device):
     """Computes the clipped gradient of the overall loss (Eq. 9) for one episode. Returns the scalars to log."""
     images = torch.from_numpy(np.stack(episode.images)).to(device)  # (steps, 16, 42, 42)
     actions = torch.tensor(episode.actions, device=device)
     rewards = [reward * args.reward_scale for reward in episode.rewards]
     returns = discounted_sums(rewards, args.gamma).to(device)
 
-    frozen = discriminator_is_frozen(args, update)
     agent.goal_discriminator.requires_grad_(not frozen)
     logits, values, features = agent(images, torch.full_like(actions, episode.goal))
     advantages = estimate_advantages(rewards, values.tolist(), args.gamma, args.gae_lambda).to(device)
@@ -540,6 +535,8 @@ def learn(args, agent, gradient, episode, storage, update, device):
     }
     if args.aux == "gace":
         states, labels = (tensor.to(device) for tensor in storage.sample(args.goal_batch_size, episode.rng))
+        if labels.max() >= args.classes:
+            raise OSError("goals.bin is damaged: it holds labels of no goal")
         with torch.set_grad_enabled(not frozen):
             goal_logits = agent.classify(states)
             report["losses/gace_loss"] = gace_loss(goal_logits, labels)
@@ -553,7 +550,7 @@ def learn(args, agent, gradient, episode, storage, update, device):
     loss.backward()
     norm = gradient.norm()
     if not torch.isfinite(norm):
-        raise FloatingPointError(f"the loss is not finite at update {update}: {loss.item()}")
+        raise FloatingPointError(f"the loss is not finite: {loss.item()}")
     if norm > args.max_grad_norm:
         gradient.mul_(args.max_grad_norm / norm)
     report["losses/gradient_norm"] = norm
@@ -566,16 +563,9 @@ def learning_rate(args, update):
     return args.learning_rate * rise * (max(0, 1 - (update - 1) / args.total_updates) if args.anneal_lr else 1)
 
 
-def increment(counter, lock, by=1):
-    with lock:
-        counter += by
-        return int(counter)
-
-
 def worker(index, args, run_folder, adam, counters, totals, snapshot, lock):
     """Plays and learns until the updates are done. All arguments from `adam` on are in shared memory."""
     follow_main_process()
-    keep_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(args.seed * 1000 + index)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
@@ -587,36 +577,41 @@ def worker(index, args, run_folder, adam, counters, totals, snapshot, lock):
     storage = GoalStorage(run_folder / "goals.bin", args.goal_storage_size, counters["goals"], lock)
     episodes = [Episode(args) for _ in range(index, args.num_envs, args.num_workers)]
 
-    while not counters["stop"]:
+    while not counters["stop"] and counters["updates"] < args.total_updates:
         # One episode in each environment. The parameters that play an episode also learn from it, as if each
         # environment had a worker of its own.
         local.copy_(parameters.detach())
         warming_up = args.aux == "gace" and counters["successes"] < args.warmup
         for episode in episodes:
-            episode.begin([args.seed, increment(counters["episodes"], lock)])
+            with lock:
+                counters["episodes"] += 1
+                number = int(counters["episodes"])
+            episode.begin([args.seed, number])
         play(agent, episodes, "random" if warming_up else "sampled", device)
         for episode in episodes:
-            increment(counters["env_steps"], lock, len(episode.rewards))
+            success, labelled = episode.info["is_success"], None
+            if args.aux == "gace" and (success or episode.rng.random() < args.epsilon_n):
+                labelled = episode.goal_state()
+            if labelled:
+                storage.add(*labelled)
+            with lock:
+                if counters["stop"]:
+                    break
+                counters["env_steps"] += len(episode.rewards)
+                counters["successes"] += bool(success and labelled)
+                learning = episode.usable and not warming_up and bool(counters["updates"] < args.total_updates)
+                counters["updates"] += learning
+                update = int(counters["updates"])
             report = {
-                "charts/success_ratio": episode.info["is_success"],
-                "charts/nongoal_ratio": episode.info["reached"] >= 0 and not episode.info["is_success"],
+                "charts/success_ratio": success,
+                "charts/nongoal_ratio": episode.info["reached"] >= 0 and not success,
                 "charts/episodic_length": len(episode.rewards),
                 "charts/episodic_return": sum(episode.rewards),
             }
-            if args.aux == "gace" and (found := episode.goal_state()):
-                if episode.info["is_success"] or episode.rng.random() < args.epsilon_n:
-                    storage.add(*found)
-                    increment(counters["successes"], lock, episode.info["is_success"])
-            if episode.usable and not warming_up:
-                with lock:
-                    if counters["stop"]:
-                        break
-                    counters["updates"] += 1
-                    update = int(counters["updates"])
-                    if update == args.total_updates:
-                        counters["stop"].fill_(1)
-                report |= learn(args, agent, gradient, episode, storage, update, device)
-                if discriminator_is_frozen(args, update):  # else Adam's momentum would still move its weights
+            if learning:
+                frozen = args.freeze_discriminator_at is not None and update > args.freeze_discriminator_at
+                report |= learn(args, agent, gradient, episode, storage, frozen, device)
+                if frozen:  # else Adam's momentum would still move its weights
                     adam.state[parameters]["exp_avg"][discriminator_start:discriminator_end] = 0
                 parameters.grad = gradient.to("cpu")
                 report["charts/learning_rate"] = adam.param_groups[0]["lr"] = learning_rate(args, update)
@@ -637,15 +632,6 @@ def follow_main_process():
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != mp.parent_process().pid:  # it died before prctl
         os._exit(1)
-
-
-def keep_freed_memory():
-    """Lets the C library keep freed memory. Without this, new memory pages take a seventh of the time of an update."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc
-        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
-        libc.mallopt(M_MMAP_THRESHOLD, 2**29)
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -698,44 +684,60 @@ def load_checkpoint(path):
         raise SystemExit(f"{path} is not a whole checkpoint of {Path(__file__).name}: {reason}") from None
 
 
-def shared_state(args, agent, checkpoint):
-    """Everything that the workers share with the main process, in shared memory."""
+def new_run(args):
+    """The checkpoint of a run that has not begun."""
+    torch.manual_seed(args.seed)
+    agent = Agent(args)
+    size = sum(parameter.numel() for parameter in agent.parameters())
+    moments = {name: torch.zeros(size) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
+    return {
+        "args": asdict(args),
+        "agent": agent.state_dict(),
+        "adam": {"step": torch.tensor(0.0), **moments},
+        "counters": dict.fromkeys(COUNTERS, 0),
+        "seconds": 0.0,
+        "rows": [],  # of metrics.csv
+        "goal_states": {},  # to measure the discriminator's accuracy, by split
+    }
+
+
+def check_form(content, form, path):
+    """Refuses a checkpoint from which no run can be resumed. The agents in results/ are such."""
+    for name, value in form.items():
+        if not isinstance(content.get(name), type(value)):
+            raise SystemExit(f"{path} has no {name!r} of a run: it cannot be resumed")
+        if isinstance(value, dict) and name != "args":
+            check_form(content[name], value, path)
+
+
+def train(args, run_folder, run):
+    """Starts the workers, then logs, evaluates and saves. Returns True if all updates are done."""
+    torch.set_num_threads(1)
+    agent = Agent(args)
+    agent.load_state_dict(run["agent"])
+    rows, goal_states, started = run["rows"], run["goal_states"], time.monotonic() - run["seconds"]
+
+    # What the workers share with this process
     parameters = nn.Parameter(flatten(agent)[0].share_memory_())
     adam = torch.optim.Adam([parameters], args.learning_rate, eps=args.adam_epsilon, amsgrad=True, fused=True)
-    moments = {name: torch.zeros_like(parameters.data) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
-    moments = checkpoint.get("adam", {"step": torch.tensor(0.0), **moments})
-    adam.state[parameters] = {name: tensor.share_memory_() for name, tensor in moments.items()}
-    counters = {name: torch.tensor(checkpoint.get("counters", {}).get(name, 0)) for name in COUNTERS}
-    counters["stop"] = (counters["updates"] >= args.total_updates).long()
-    counters["snapshot"] = torch.tensor(0)  # the update at which the snapshot was taken
+    adam.state[parameters] = {name: moment.share_memory_() for name, moment in run["adam"].items()}
+    counters = {name: torch.tensor(run["counters"].get(name, 0)) for name in (*COUNTERS, "stop", "snapshot")}
     for counter in counters.values():
         counter.share_memory_()
     totals = torch.zeros(args.num_workers, len(REPORTED), 2, dtype=torch.float64).share_memory_()  # sum and number
-    snapshot = parameters.detach().clone().share_memory_()  # the parameters to evaluate next
-    return adam, counters, totals, snapshot, mp.get_context("spawn").Lock()
+    snapshot = parameters.detach().clone().share_memory_()  # the parameters at update counters["snapshot"], to evaluate
+    shared = adam, counters, totals, snapshot, mp.get_context("spawn").Lock()
 
-
-def train(args, run_folder, checkpoint):
-    """Starts the workers, then logs, evaluates and saves. Returns True if all updates are done."""
-    torch.set_num_threads(1)
-    torch.manual_seed(args.seed)
-    agent = Agent(args)
-    if checkpoint:
-        agent.load_state_dict(checkpoint["agent"])
-    (run_folder / "args.json").write_text(json.dumps(asdict(args), default=str, indent=1))
-    started = time.monotonic() - checkpoint.get("seconds", 0)
-    rows, goal_states = checkpoint.get("rows", []), checkpoint.get("goal_states", {})
-    shared = adam, counters, totals, snapshot, _ = shared_state(args, agent, checkpoint)
-    (parameters,) = adam.param_groups[0]["params"]
     evaluated = rows[-1]["update"] if rows else 0
     if counters["updates"] // args.eval_every > evaluated // args.eval_every:  # an evaluation was interrupted
         counters["snapshot"].copy_(counters["updates"])
     signals = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, frame: signals.append(received))
+    (run_folder / "args.json").write_text(json.dumps(asdict(args), default=str, indent=1))
     writer = SummaryWriter(run_folder, purge_step=int(counters["updates"]) + 1)
     writer.add_text("hyperparameters", "|name|value|\n|-|-|\n" + "".join(f"|{k}|{v}|\n" for k, v in vars(args).items()))
-    bars, means, logged, saved = {}, {}, totals.sum(0), -np.inf
+    bar, means, logged, saved = None, {}, totals.sum(0), -np.inf
 
     def save():
         nonlocal saved
@@ -753,7 +755,7 @@ def train(args, run_folder, checkpoint):
 
     def log():
         """Shows the progress, logs and saves. Raises the error of a worker, and KeyboardInterrupt after a signal."""
-        nonlocal means, logged
+        nonlocal bar, means, logged
         if signals:
             raise KeyboardInterrupt
         if any(process.exitcode for process in workers.processes):
@@ -765,19 +767,19 @@ def train(args, run_folder, checkpoint):
             logged = sums
             for name, number in means.items() if update else ():
                 writer.add_scalar(name, number, update)
-        phase, done, total, unit = "training", update, args.total_updates, " updates"
-        if args.aux == "gace" and not update:
-            phase, done, total, unit = "warm-up", int(counters["successes"]), args.warmup, " goal states"
-        if phase not in bars:
-            for bar in bars.values():
-                bar.close()
-            bars[phase] = tqdm(desc=phase, total=total, initial=done, unit=unit, dynamic_ncols=True, mininterval=0.5)
+        done, total, unit = update, args.total_updates, " updates"
+        if args.aux == "gace" and not update:  # the warm-up
+            done, total, unit = int(counters["successes"]), args.warmup, " goal states"
+        if not bar or bar.unit != unit:
+            bar = tqdm(total=total, initial=done, unit=unit, dynamic_ncols=True, mininterval=0.5)
         if means:
-            bars[phase].set_postfix_str(f"success {means['charts/success_ratio']:.1%}", refresh=False)
-        bars[phase].update(min(done, total) - bars[phase].n)
+            bar.set_postfix_str(f"success {means['charts/success_ratio']:.1%}", refresh=False)
+        bar.update(min(done, total) - bar.n)
         if time.monotonic() - saved > args.checkpoint_every:
             save()
 
+    # Workers keep freed memory: without this, new memory pages take a seventh of the time of an update.
+    os.environ |= {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**29)}
     # Only the main process handles signals: the workers inherit the mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     workers = mp.spawn(worker, (args, run_folder, *shared), args.num_workers, join=False)
@@ -810,7 +812,6 @@ def train(args, run_folder, checkpoint):
             finished = ended and evaluated >= counters["updates"]
     except KeyboardInterrupt:
         tqdm.write("stopping ...", file=sys.stdout)
-        finished = False
     finally:
         counters["stop"].fill_(1)
         deadline = time.monotonic() + 5
@@ -819,47 +820,26 @@ def train(args, run_folder, checkpoint):
             process.kill()
         for path in workers.error_files:
             Path(path).unlink(missing_ok=True)
-        for bar in bars.values():
+        if bar:
             bar.close()
         writer.close()
     save()
     return finished
 
 
-MOMENTS = dict.fromkeys(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"), torch.Tensor)
-RUN_FORM = {
-    "adam": MOMENTS,
-    "counters": dict.fromkeys(COUNTERS, int),
-    "seconds": float,
-    "rows": list,
-    "goal_states": dict,
-}
+FIXED = "task gdan aux seed epsilon_n goal_storage_size accuracy_states exp_name paper".split()  # in a resumed run
 
 
-def check_form(content, form, path):
-    """Says in one line what a checkpoint lacks that is needed to resume its run. The agents in results/ lack it."""
-    for name, kind in form.items():
-        if not isinstance(content.get(name), dict if isinstance(kind, dict) else kind):
-            raise SystemExit(f"{path} has no {name!r} of a run: it cannot be resumed")
-        if isinstance(kind, dict):
-            check_form(content[name], kind, path)
-
-
-FIXED = (
-    "task gdan aux seed epsilon_n goal_storage_size accuracy_states exp_name paper".split()
-)  # what a resumed run keeps
-
-
-def lock(run_folder):
-    """Lets only one process train a run. The kernel releases the lock when the process ends."""
+def open_run(run_folder, new):
+    """Makes or opens a run folder. Its lock lets only one process train a run; the kernel frees it with the process."""
     try:
-        folder = os.open(run_folder, os.O_RDONLY)
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return folder
+        if new:
+            run_folder.mkdir(parents=True)
+        fcntl.flock(os.open(run_folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise SystemExit(f"{run_folder} is being trained by another process") from None
     except OSError as error:
-        raise SystemExit(f"{run_folder}: {error.strerror}") from None
+        raise SystemExit(f"cannot use the run folder {run_folder}: {error.strerror}") from None
 
 
 def main():
@@ -867,46 +847,43 @@ def main():
     early.add_argument("--resume", type=Path)
     early.add_argument("--paper", action="store_true")
     early, _ = early.parse_known_args()
-    run_folder, checkpoint, defaults = early.resume, {}, Args(paper=early.paper, **(PAPER if early.paper else {}))
+    run_folder, defaults = early.resume, Args(paper=early.paper, **(PAPER if early.paper else {}))
     if run_folder:
-        folder = lock(run_folder)
-        checkpoint, defaults, _ = load_checkpoint(run_folder / "checkpoint.pt")
-        check_form(checkpoint, RUN_FORM, run_folder / "checkpoint.pt")
-        stored = min(checkpoint["counters"]["goals"], defaults.goal_storage_size) * GoalStorage.record_bytes
+        open_run(run_folder, new=False)
+        run, defaults, _ = load_checkpoint(run_folder / "checkpoint.pt")
+        check_form(run, new_run(defaults), run_folder / "checkpoint.pt")
+        stored = min(run["counters"]["goals"], defaults.goal_storage_size) * GoalStorage.record_bytes
         if not (run_folder / "goals.bin").exists() or (run_folder / "goals.bin").stat().st_size < stored:
             raise SystemExit(f"{run_folder}/goals.bin has lost goal states: the run cannot be resumed")
     args = tyro.cli(Args, description=__doc__, default=defaults)
     for name in FIXED if run_folder else ():
         if getattr(args, name) != getattr(defaults, name):
             raise SystemExit(f"a resumed run keeps its {flag(name)}: {getattr(defaults, name)}")
+    if not run_folder:
+        run, run_folder = (
+            new_run(args),
+            Path("runs", f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}"),
+        )
     if args.track:
         try:
             import wandb
         except ImportError:
             raise SystemExit("--track needs Weights and Biases: pip install wandb") from None
-    if not run_folder:
-        run_folder = Path("runs", f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}")
-        try:
-            run_folder.mkdir(parents=True)
-        except OSError as error:
-            raise SystemExit(f"cannot make the run folder {run_folder}: {error.strerror}") from None
-        folder = lock(run_folder)
-    if args.track:
         name = run_folder.name
         wandb.init(project="gace", name=name, id=name, resume="allow", sync_tensorboard=True, config=vars(args))
+    if not early.resume:
+        open_run(run_folder, new=True)
     print(f"run folder: {run_folder}")
     resume = f"python {sys.argv[0]} --resume {run_folder}"
     expected = OSError, FloatingPointError, gym.error.Error, *envs.ENGINE_DIED
     try:
-        finished = train(args, run_folder, checkpoint)
+        finished = train(args, run_folder, run)
     except (mp.ProcessRaisedException, mp.ProcessExitedException, *expected) as error:  # the last checkpoint stays
-        lines = str(error).strip().splitlines()
-        names = tuple(kind.__name__ for kind in expected)
-        known = lines[-1].split(":")[0].split(".")[-1] in names  # then a worker's traceback tells nothing more
-        problem = lines[-1] if known else "\n".join(lines)
+        problem = str(error).strip()
+        last = problem.splitlines()[-1]
+        if last.split(":")[0].split(".")[-1] in [kind.__name__ for kind in expected]:
+            problem = last  # a worker's traceback tells nothing more
         raise SystemExit(f"{problem}\nThe run stopped. Resume with: {resume}") from None
-    finally:
-        os.close(folder)
     print(f"watch the agent: python -m tools.enjoy {run_folder}/checkpoint.pt" if finished else f"resume: {resume}")
 
 

@@ -514,6 +514,8 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
     agent.train()  # batch normalisation by the batch
     if args.aux == "gace":
         goal_images, goal_labels = (tensor.to(device) for tensor in storage.sample(args.goal_batch_size, rng))
+        if goal_labels.max() > len(args.goals):
+            raise OSError("goal_states.bin is damaged: it holds labels of no goal")
         features, goal_features = agent.feature_extractor(torch.cat([images, goal_images])).split(
             [args.batch_size, args.goal_batch_size]
         )
@@ -686,18 +688,32 @@ def load_checkpoint(path):
         raise SystemExit(f"{path} is not a whole checkpoint of {Path(__file__).name}: {reason}") from None
 
 
-COUNTERS = "updates env_steps replay goals episodes".split()
-RUN_FORM = {"target": dict, "optimizers": list, "counters": dict.fromkeys(COUNTERS, int), "under_way": list}
-RUN_FORM |= {"numpy_random": str, "torch_random": torch.Tensor, "seconds": float, "rows": list, "goal_states": dict}
+def new_run(args):
+    """The checkpoint of a run that has not begun."""
+    torch.manual_seed(args.seed)
+    agent = Agent(args)
+    return {
+        "args": asdict(args),
+        "agent": agent.state_dict(),
+        "target": agent.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in make_optimizers(args, agent)],
+        "counters": {"updates": 0, "env_steps": 0, "replay": 0, "goals": 0, "episodes": args.num_envs},
+        "under_way": [(episode, []) for episode in range(args.num_envs)],  # episode and actions of each environment
+        "numpy_random": json.dumps(np.random.default_rng(args.seed).bit_generator.state),
+        "torch_random": torch.get_rng_state(),
+        "seconds": 0.0,
+        "rows": [],  # of metrics.csv
+        "goal_states": {},  # to measure the discriminator's accuracy, by split
+    }
 
 
 def check_form(content, form, path):
-    """Says in one line what a checkpoint lacks that is needed to resume its run. The agents in results/ lack it."""
-    for name, kind in form.items():
-        if not isinstance(content.get(name), dict if isinstance(kind, dict) else kind):
+    """Refuses a checkpoint from which no run can be resumed. The agents in results/ are such."""
+    for name, value in form.items():
+        if not isinstance(content.get(name), type(value)):
             raise SystemExit(f"{path} has no {name!r} of a run: it cannot be resumed")
-        if isinstance(kind, dict):
-            check_form(content[name], kind, path)
+        if isinstance(value, dict) and name != "args":
+            check_form(content[name], value, path)
 
 
 def keep_freed_memory():
@@ -709,41 +725,24 @@ def keep_freed_memory():
         libc.mallopt(M_MMAP_THRESHOLD, 2**29)
 
 
-def check_disk(args):
-    """Refuses a run that does not fit on the disk."""
-    steps = args.warmup + args.total_updates * args.env_steps_per_update
-    free = shutil.disk_usage("runs" if Path("runs").exists() else ".").free
-    goals = min(args.goal_storage_size, steps // 10) if args.aux == "gace" else 0
-    needed = (min(args.replay_size, steps * 11 // 10) + goals) * ReplayBuffer.frame.itemsize
-    if needed > free:
-        most = max(0, int(0.9 * free / ReplayBuffer.frame.itemsize) - goals)
-        problem = f"the run needs {needed / 1e9:.1f} GB of disk, and {free / 1e9:.1f} GB are free"
-        raise SystemExit(f"{problem}: use a --replay-size of at most {most}")
-
-
-def train(args, run_folder, checkpoint):
+def train(args, run_folder, run):
     """Trains until the updates are done or a signal comes. Returns True if all updates are done."""
     keep_freed_memory()
-    torch.manual_seed(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     agent = Agent(args).to(device).eval()
+    agent.load_state_dict(run["agent"])
     target = copy.deepcopy(agent).requires_grad_(False)
+    target.load_state_dict(run["target"])
     optimizers = make_optimizers(args, agent)
-    rng = np.random.default_rng(args.seed)
-    counters = {"updates": 0, "env_steps": 0, "replay": 0, "goals": 0, "episodes": args.num_envs}
-    under_way = [(episode, []) for episode in range(args.num_envs)]  # episode and actions of each environment
-    rows, goal_states, splits, started = [], {}, envs.splits_of(args.task), time.monotonic()
-    if checkpoint:
-        counters, under_way, rows = checkpoint["counters"], checkpoint["under_way"], checkpoint["rows"]
-        goal_states, started = checkpoint["goal_states"], started - checkpoint["seconds"]
-        agent.load_state_dict(checkpoint["agent"])
-        target.load_state_dict(checkpoint["target"])
-        for optimizer, state in zip(optimizers, checkpoint["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-            for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate  # the user may have given a new one
-        rng.bit_generator.state = json.loads(checkpoint["numpy_random"])
-        torch.set_rng_state(checkpoint["torch_random"])
+    for optimizer, state in zip(optimizers, run["optimizers"], strict=True):
+        optimizer.load_state_dict(state)
+        for group in optimizer.param_groups:
+            group["lr"] = args.learning_rate  # the user may have given a new one
+    rng = np.random.default_rng()
+    rng.bit_generator.state = json.loads(run["numpy_random"])
+    torch.set_rng_state(run["torch_random"])
+    counters, rows, goal_states, splits = run["counters"], run["rows"], run["goal_states"], envs.splits_of(args.task)
+    started = time.monotonic() - run["seconds"]
     replay = ReplayBuffer(run_folder, args.replay_size, args.num_envs, counters["replay"])
     storage = GoalStorage(run_folder, args.goal_storage_size, counters["goals"])
     signals = []
@@ -753,7 +752,7 @@ def train(args, run_folder, checkpoint):
     writer = SummaryWriter(run_folder, purge_step=counters["updates"] + 1)
     writer.add_text("hyperparameters", "|name|value|\n|-|-|\n" + "".join(f"|{k}|{v}|\n" for k, v in vars(args).items()))
     players = [Player(args) for _ in range(args.num_envs)]
-    recent, bars, saved = deque(maxlen=200), {}, -np.inf  # recent episodes
+    recent, bar, saved = deque(maxlen=200), None, -np.inf  # recent episodes
 
     def begin(player, episode):
         player.episode = episode
@@ -783,7 +782,7 @@ def train(args, run_folder, checkpoint):
             raise KeyboardInterrupt
 
     try:
-        for player, (episode, actions) in zip(players, under_way, strict=True):
+        for player, (episode, actions) in zip(players, run["under_way"], strict=True):
             begin(player, episode)
             for action in actions:  # a resumed run plays the episodes under way again
                 player.step(np.array(action, np.float32))
@@ -857,19 +856,14 @@ def train(args, run_folder, checkpoint):
                         writer.add_scalar(name, number, update)
 
             # Show the progress and save
-            phase, done, total, unit = "training", update, args.total_updates, " updates"
+            done, total, unit = update, args.total_updates, " updates"
             if warming_up:
-                phase, done, total, unit = "warm-up", counters["env_steps"], args.warmup, " steps"
-            if phase not in bars:
-                for bar in bars.values():
-                    bar.close()
-                bars[phase] = tqdm(
-                    desc=phase, total=total, initial=done, unit=unit, dynamic_ncols=True, mininterval=0.5
-                )
+                done, total, unit = counters["env_steps"], args.warmup, " steps"
+            if not bar or bar.unit != unit:
+                bar = tqdm(total=total, initial=done, unit=unit, dynamic_ncols=True, mininterval=0.5)
             if recent:
-                success = sum(episode[0] for episode in recent) / len(recent)
-                bars[phase].set_postfix_str(f"success {success:.1%}", refresh=False)
-            bars[phase].update(min(done, total) - bars[phase].n)
+                bar.set_postfix_str(f"success {np.mean(recent, 0)[0]:.1%}", refresh=False)
+            bar.update(min(done, total) - bar.n)
             if time.monotonic() - saved > args.checkpoint_every:
                 save()
     except KeyboardInterrupt:
@@ -877,7 +871,7 @@ def train(args, run_folder, checkpoint):
         save()
         return False
     finally:
-        for bar in bars.values():
+        if bar:
             bar.close()
         writer.close()
         for player in players:
@@ -890,16 +884,16 @@ FIXED = """
 """.split()  # what a resumed run keeps
 
 
-def lock(run_folder):
-    """Lets only one process train a run. The kernel releases the lock when the process ends."""
+def open_run(run_folder, new):
+    """Makes or opens a run folder. Its lock lets only one process train a run; the kernel frees it with the process."""
     try:
-        folder = os.open(run_folder, os.O_RDONLY)
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return folder
+        if new:
+            run_folder.mkdir(parents=True)
+        fcntl.flock(os.open(run_folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise SystemExit(f"{run_folder} is being trained by another process") from None
     except OSError as error:
-        raise SystemExit(f"{run_folder}: {error.strerror}") from None
+        raise SystemExit(f"cannot use the run folder {run_folder}: {error.strerror}") from None
 
 
 def main():
@@ -907,39 +901,39 @@ def main():
     early.add_argument("--resume", type=Path)
     early.add_argument("--paper", action="store_true")
     early, _ = early.parse_known_args()
-    run_folder, checkpoint, defaults = early.resume, {}, Args(paper=early.paper, **(PAPER if early.paper else {}))
+    run_folder, defaults = early.resume, Args(paper=early.paper, **(PAPER if early.paper else {}))
     if run_folder:
-        folder = lock(run_folder)
-        checkpoint, defaults, _ = load_checkpoint(run_folder / "checkpoint.pt")
-        check_form(checkpoint, RUN_FORM, run_folder / "checkpoint.pt")
+        open_run(run_folder, new=False)
+        run, defaults, _ = load_checkpoint(run_folder / "checkpoint.pt")
+        check_form(run, new_run(defaults), run_folder / "checkpoint.pt")
     args = tyro.cli(Args, description=__doc__, default=defaults)
     for name in FIXED if run_folder else ():
         if getattr(args, name) != getattr(defaults, name):
             raise SystemExit(f"a resumed run keeps its {flag(name)}: {getattr(defaults, name)}")
+    if not run_folder:
+        run, run_folder = (
+            new_run(args),
+            Path("runs", f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}"),
+        )
+        frames = min(args.replay_size, args.warmup + args.total_updates * args.env_steps_per_update)
+        room = shutil.disk_usage(".").free // ReplayBuffer.frame.itemsize
+        if frames > room:
+            raise SystemExit(f"the disk has room for {room} of {frames} frames: use a smaller --replay-size")
     if args.track:
         try:
             import wandb
         except ImportError:
             raise SystemExit("--track needs Weights and Biases: pip install wandb") from None
-    if not run_folder:
-        run_folder = Path("runs", f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}")
-        check_disk(args)
-        try:
-            run_folder.mkdir(parents=True)
-        except OSError as error:
-            raise SystemExit(f"cannot make the run folder {run_folder}: {error.strerror}") from None
-        folder = lock(run_folder)
-    if args.track:
         name = run_folder.name
         wandb.init(project="gace", name=name, id=name, resume="allow", sync_tensorboard=True, config=vars(args))
+    if not early.resume:
+        open_run(run_folder, new=True)
     print(f"run folder: {run_folder}")
     resume = f"python {sys.argv[0]} --resume {run_folder}"
     try:
-        finished = train(args, run_folder, checkpoint)
+        finished = train(args, run_folder, run)
     except (OSError, FloatingPointError, gym.error.Error) as error:  # the last checkpoint stays
         raise SystemExit(f"{error}\nThe run stopped. Resume with: {resume}") from None
-    finally:
-        os.close(folder)
     print(f"watch the agent: python -m tools.enjoy {run_folder}/checkpoint.pt" if finished else f"resume: {resume}")
 
 

@@ -193,6 +193,14 @@ def test_target_follows_parameters_and_normalisation():
     assert all(torch.allclose(new - old, torch.tensor(0.25), atol=1e-5) for new, old in zip(after, before, strict=True))
 
 
+def test_label_out_of_range_is_an_error(stored):
+    agent, target = make_agent(), make_agent().requires_grad_(False)
+    for _ in range(100):
+        stored[1].add(np.zeros((3, 84, 84), np.uint8), 77)
+    with pytest.raises(OSError, match="goal_states.bin is damaged"):
+        sac.learn(sac.Args(), agent, target, (None, None), *stored, np.random.default_rng(0), "cpu")
+
+
 def test_parameters_that_are_not_finite_stop_the_run(stored):
     agent, target = make_agent(), make_agent().requires_grad_(False)
     critic = torch.optim.Adam(agent.critic.parameters(), 1e-4)
@@ -570,7 +578,7 @@ def test_bad_input_is_answered_in_a_line_or_two(tmp_path, monkeypatch):
         (["--seed", "-1"], "--seed must be between 0 and"),
         (["--gamma", "nan"], "--gamma must be between 0 and 1"),
         (["--exploration-noise", "nan"], "--exploration-noise must be between"),
-        (["--replay-size", "1000000000", "--total-updates", "1000000000"], "use a --replay-size of at most"),
+        (["--replay-size", "1000000000", "--total-updates", "1000000000"], "use a smaller --replay-size"),
     ]:
         assert expected in answer_of(sac, monkeypatch, *arguments)
     assert not Path("runs").exists()
