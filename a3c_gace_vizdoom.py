@@ -397,12 +397,12 @@ class Episode:
         self.rad = args.aux == "rad"
         self.env = gym.make(f"gace/{args.task.upper()}-v0", split=split)
 
-    def begin(self, seed, goal=None, center_crop=False):
-        self.rng = np.random.default_rng(seed)
+    def begin(self, seed, goal=None, center_crop=False, blind=False):
+        self.seed, self.rng = seed, np.random.default_rng(seed)
         self.images, self.actions, self.rewards = [], [], []
         # RAD: one crop per episode, because the LSTM compares the frames of an episode.
         self.corner = (3, 3) if center_crop else self.rng.integers(42 - CROP + 1, size=2)
-        options = None if goal is None else {"goal": goal}
+        options = {"blind": blind} | ({} if goal is None else {"goal": goal})
         observation, _ = self.env.reset(seed=int(self.rng.integers(2**31)), options=options)
         self.goal, self.image, self.over = int(observation["goal"]), self.view(observation), False
 
@@ -478,9 +478,13 @@ def collect_goal_states(args, split, on_step):
     episode, states, labels = Episode(args, split), [], []
     for seed in itertools.count():
         label = len(labels) % args.classes
-        episode.begin([2**31 + 1, seed], goal=label % len(envs.ITEMS))
-        play(None, [episode], "random", on_step=on_step)
-        if (found := episode.goal_state()) and found[1] == label:
+        for blind in (True, False):  # only what is kept is drawn
+            episode.begin([2**31 + 1, seed], goal=label % len(envs.ITEMS), blind=blind)
+            play(None, [episode], "random", on_step=on_step)
+            found = episode.goal_state()
+            if not found or found[1] != label:
+                break
+        else:
             states.append(found[0])
             labels.append(label)
         if len(labels) == args.accuracy_states:
@@ -586,8 +590,13 @@ def worker(index, args, run_folder, adam, counters, totals, snapshot, lock):
             with lock:
                 counters["episodes"] += 1
                 number = int(counters["episodes"])
-            episode.begin([args.seed, number])
+            episode.begin([args.seed, number], blind=warming_up)
         play(agent, episodes, "random" if warming_up else "sampled", device)
+        if warming_up:  # again, with images, what may be stored
+            again = [episode for episode in episodes if episode.info["is_success"] or args.epsilon_n]
+            for episode in again:
+                episode.begin(episode.seed)
+            play(agent, again, "random")
         for episode in episodes:
             success, labelled = episode.info["is_success"], None
             if args.aux == "gace" and (success or episode.rng.random() < args.epsilon_n):

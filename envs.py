@@ -69,16 +69,21 @@ class MultiTargetEnv(gym.Env):
         self.image = np.zeros(image_shape, np.uint8)
         self.running = False  # between a reset and the end of its episode
 
-    def draw_goal(self, options):
-        """A random class index, or the one that `reset(options={"goal": name or index})` asks for."""
+    def read_options(self, options):
+        """Sets the goal: the one that `options` ask for, by name or index, or a random one.
+
+        With `options={"blind": True}` all images of the episode are black, and it is three times as fast."""
+        options = options or {}
+        self.blind = bool(options.get("blind"))
         # Drawn in either case: asking for a goal does not shift the random numbers of the rest of the episode.
         drawn = int(self.np_random.integers(len(self.names)))
-        goal = (options or {}).get("goal", drawn)
+        goal = options.get("goal", drawn)
         lower = [name.lower() for name in self.names]
         if isinstance(goal, str) and goal.lower() in lower:
-            return lower.index(goal.lower())
+            goal = lower.index(goal.lower())
         if isinstance(goal, (int, np.integer)) and not isinstance(goal, bool) and 0 <= goal < len(self.names):
-            return int(goal)
+            self.goal = int(goal)
+            return
         raise ValueError(f"unknown goal {goal!r}; use one of {', '.join(self.names)}, or 0 to {len(self.names) - 1}")
 
     def check_running(self):
@@ -88,7 +93,7 @@ class MultiTargetEnv(gym.Env):
             )
 
     def observation(self):
-        return {"image": self.image, "goal": np.int64(self.goal)}
+        return {"image": np.zeros_like(self.image) if self.blind else self.image, "goal": np.int64(self.goal)}
 
     def outcome(self, reached, step_cost):
         """What `step` returns, given the class index of the target that was reached (-1 for none)."""
@@ -169,6 +174,8 @@ V_TASKS = {"v1": (ROOM, 259, 25), "v2": (ROOM, 259, 25), "v3": (MAZE, 263, 50), 
 TICS = 4  # action repeat; the frames of these tics are the stack
 REACH = 36  # agent radius 16 + item radius 20: the boxes overlap when |dx| and |dy| are both smaller than this
 ITEM_RADIUS = 20
+VARIABLES = [getattr(vizdoom.GameVariable, name) for name in ("POSITION_X", "POSITION_Y", "ANGLE")]
+FASTEST = 18  # more units than the agent can move in a tic
 TEXTMAP_BYTES = 32768  # room for the longest map; the engine takes the padding for white space
 ENGINE_DIED = (
     vizdoom.ViZDoomErrorException,
@@ -377,7 +384,7 @@ class DoomEnv(MultiTargetEnv):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.goal = self.draw_goal(options)
+        self.read_options(options)
         variants = self.np_random.integers(2, size=len(ITEMS))
         self.textures = PLAIN
         if self.task in ("v2", "v4"):
@@ -393,6 +400,7 @@ class DoomEnv(MultiTargetEnv):
             self.close()
             self.load_map(textmap, engine_seed)  # by a new engine
         self.steps, self.running = 0, True
+        self.safe_tics = 0
         self.image = np.tile(shrink(self.frame), (TICS, 1, 1))
         return self.observation(), {"instruction": f"Get the {self.names[self.goal]}"}
 
@@ -432,9 +440,9 @@ class DoomEnv(MultiTargetEnv):
         try:
             with self.guard:
                 for _ in range(TICS):
-                    self.game.make_action(self.buttons[action], 1)
-                    self.read_frame()
-                    frames.append(shrink(self.frame))
+                    self.tic(action)
+                    if not self.blind:
+                        frames.append(shrink(self.frame))
                     for index, (x, y) in enumerate(self.objects):
                         if abs(x - self.x) < REACH and abs(y - self.y) < REACH:
                             reached = index
@@ -445,8 +453,27 @@ class DoomEnv(MultiTargetEnv):
             self.close()  # the next reset starts a new engine
             return self.observation(), 0.0, False, True, {"engine_died": True, "is_success": False, "reached": -1}
         self.steps += 1
-        self.image = np.concatenate(frames + frames[-1:] * (TICS - len(frames)))
+        if not self.blind:
+            self.image = np.concatenate(frames + frames[-1:] * (TICS - len(frames)))
         return self.outcome(reached, cost)
+
+    def tic(self, action):
+        """Advances the engine by one tic and looks where the agent is.
+
+        A blind episode looks only when an object may have been reached, because the engine draws an image at each
+        look."""
+        self.game.set_action(self.buttons[action])
+        if not self.blind:
+            self.game.advance_action(1)
+            self.read_frame()
+        elif self.safe_tics > 0:
+            self.game.advance_action(1, False)
+            self.safe_tics -= 1
+        else:
+            self.game.advance_action(1)
+            self.x, self.y, self.angle = map(self.game.get_game_variable, VARIABLES)
+            nearest = min(max(abs(x - self.x), abs(y - self.y)) for x, y in self.objects)
+            self.safe_tics = (nearest - REACH) // FASTEST
 
     def render(self):
         """The engine's screen, and beside it what the agent sees: colour and depth at 42x42."""
@@ -480,8 +507,7 @@ class DoomEnv(MultiTargetEnv):
             game.set_available_buttons(
                 [vizdoom.Button.MOVE_FORWARD, vizdoom.Button.TURN_LEFT, vizdoom.Button.TURN_RIGHT]
             )
-            variable = vizdoom.GameVariable
-            game.set_available_game_variables([variable.POSITION_X, variable.POSITION_Y, variable.ANGLE])
+            game.set_available_game_variables(VARIABLES)
             game.add_game_args("+cl_run 1")
             game.set_episode_timeout(0)  # the steps are counted here
             if not os.access(launcher, os.X_OK):  # the library would crash
@@ -685,7 +711,7 @@ class UR5Env(MultiTargetEnv):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.goal = self.draw_goal(options)
+        self.read_options(options)
         others = [c for c in range(len(self.names)) if c != self.goal]
         present = [self.goal, *self.np_random.permutation(others)[:2]]
         self.box_classes = self.np_random.permutation(present)  # the class of the box at each position
@@ -710,7 +736,8 @@ class UR5Env(MultiTargetEnv):
         near = np.linalg.norm(self.box_positions - self.tip, axis=1) <= REACH_DISTANCE
         reached = int(self.box_classes[near.argmax()]) if near.any() else -1
         self.steps += 1
-        self.image = self.camera_image()
+        if not self.blind:
+            self.image = self.camera_image()
         return self.outcome(reached, 0.0 if reached >= 0 else self.rewards["step"])
 
     def camera_image(self):

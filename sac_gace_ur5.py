@@ -577,9 +577,9 @@ class Player:
     def __init__(self, args, split="seen"):
         self.env, self.fixed_goal = gym.make(f"gace/{args.task.upper()}-v0", split=split), args.fixed_goal
 
-    def begin(self, seed, goal=None):
+    def begin(self, seed, goal=None, blind=False):
         goal = self.fixed_goal if goal is None else goal
-        observation, _ = self.env.reset(seed=seed, options=None if goal is None else {"goal": goal})
+        observation, _ = self.env.reset(seed=seed, options={"blind": blind} | ({} if goal is None else {"goal": goal}))
         self.image, self.goal = observation["image"], int(observation["goal"])
         self.actions, self.rewards, self.terminated, self.over = [], [], False, False
 
@@ -620,12 +620,16 @@ def collect_goal_states(args, split, on_step):
     bar = tqdm(desc=f"states to measure the discriminator ({split})", total=args.accuracy_states, dynamic_ncols=True)
     for seed in itertools.count(2**29):
         label = len(labels) % (len(args.goals) + 1)
-        player.begin(seed, goal=label % len(args.goals))
-        rng = np.random.default_rng(seed)
-        while not player.over:
-            on_step()
-            player.step(rng.uniform(-1, 1, 6))
-        if (found := player.goal_state()) and found[1] == label:
+        for blind in (True, False):  # only what is kept is rendered
+            player.begin(seed, label % len(args.goals), blind)
+            rng = np.random.default_rng(seed)
+            while not player.over:
+                on_step()
+                player.step(rng.uniform(-1, 1, 6))
+            found = player.goal_state()
+            if not found or found[1] != label:
+                break
+        else:
             states.append(found[0])
             labels.append(label)
             bar.update()

@@ -511,6 +511,24 @@ def test_frozen_discriminator_stands_still_in_a_run(tmp_path):
 
 
 @pytest.mark.slow
+def test_warm_up_stores_the_goal_states_of_a_random_policy(tmp_path):
+    """It plays blind and draws only the successes: not a byte may differ from playing with images."""
+    run = Run(tmp_path, SCRIPT, *TINY, "--warmup", "6", "--total-updates", "1")
+    assert run.wait() == 0, run.output
+    found = np.fromfile(run.run_folder / "goals.bin", np.uint8).reshape(-1, a3c.GoalStorage.record_bytes)
+    episode, expected = a3c.Episode(a3c.Args()), []
+    for number in itertools.count(1):
+        episode.begin([1, number])
+        a3c.play(None, [episode], "random")
+        if (state := episode.goal_state()) and episode.info["is_success"]:
+            expected.append(np.append(state[0].ravel(), np.uint8(state[1])))
+        if len(expected) == 6:
+            break
+    episode.env.close()
+    assert np.array_equal(found[:6], expected)
+
+
+@pytest.mark.slow
 def test_negatives_do_not_count_towards_the_warm_up(tmp_path):
     run = Run(tmp_path, SCRIPT, *TINY, "--epsilon-n", "1", "--total-updates", "1", "--warmup", "3", "--num-envs", "1")
     assert run.wait() == 0, run.output
