@@ -57,7 +57,7 @@ class Args:
     paper: bool = False
     """use the settings of the paper and of its authors' code: --learning-rate 7e-5 --no-anneal-lr --max-grad-norm 10
     --entropy-coef 0.01 --value-coef 0.5 --learning-rate-warmup 0 --adam-epsilon 1e-3 --reward-scale 1 --gae-lambda 1
-    --goal-batch-norm"""
+    --goal-batch-norm --no-augment --gate-gain 1"""
     exp_name: str | None = None
     """name of the algorithm in the run's name, for example a3c+gace+mine; by default built from the flags"""
 
@@ -98,6 +98,10 @@ class Args:
     """lambda of the generalised advantage estimate (authors: 1, the advantage of Eq. 3)"""
     goal_batch_norm: bool = False
     """normalise goal states over the batch, as the authors do; by default each one alone, as in acting"""
+    augment: bool = True
+    """mirror and shift the goal states of a GACE loss at random; without it, the discriminator memorises them"""
+    gate_gain: Weight = 4.0
+    """factor of the instruction layer's initial weights; with 1, the gates of all goals are nearly equal at first"""
     vae_coef: Weight = 1e-3
     """coefficient of the VAE loss, chosen so that its gradient on the encoder is about as large as that of the RL loss
     (World Models trains its VAE alone)"""
@@ -148,7 +152,7 @@ class Args:
 
 PAPER = {"learning_rate": 7e-5, "anneal_lr": False, "max_grad_norm": 10.0, "entropy_coef": 0.01, "value_coef": 0.5}
 PAPER |= {"learning_rate_warmup": 0, "adam_epsilon": 1e-3, "reward_scale": 1.0, "gae_lambda": 1.0}
-PAPER |= {"goal_batch_norm": True}
+PAPER |= {"goal_batch_norm": True, "augment": False, "gate_gain": 1.0}
 
 
 def flag(name):
@@ -177,7 +181,7 @@ class FeatureExtractor(nn.Module):
             weight = conv.weight.contiguous(memory_format=layout)
             x = F.conv2d(x, weight / 255 if i == 0 else weight, conv.bias, stride=2, padding=1)  # states within [0, 1]
             x = F.group_norm(x, x.shape[1], norm.weight, norm.bias, norm.eps) if per_frame else norm(x)
-            x = F.relu(x)
+            x = F.relu_(x)
         return F.relu(self.linear(x.flatten(1)))  # (batch, 256)
 
 
@@ -274,6 +278,7 @@ class Agent(nn.Module):
                 nn.init.orthogonal_(parameter, 1 if "lstm" in name else 2**0.5)
             elif "norm" not in name and "embedding" not in name:
                 nn.init.zeros_(parameter)
+        self.actor_critic.instruction.weight.data *= args.gate_gain
         nn.init.orthogonal_(self.actor_critic.policy[-1].weight, 0.1)
         nn.init.orthogonal_(self.actor_critic.value[-1].weight, 0.1)
 
@@ -331,8 +336,17 @@ class GoalStorage:
         records = np.empty((batch_size, self.record_bytes), np.uint8)
         for record, slot in zip(records, rng.integers(len(self), size=batch_size).tolist(), strict=True):
             os.preadv(self.file, [record], slot * self.record_bytes)
-        records = torch.from_numpy(records)
-        return records[:, :-1].view(-1, 16, 42, 42), records[:, -1].long()
+        return records[:, :-1].reshape(-1, 16, 42, 42), records[:, -1].astype(np.int64)
+
+
+def augmented(states, rng, shift=3):
+    """Mirrors states left to right with probability 0.5 and shifts them by up to 3 pixels; the edges are repeated."""
+    padded = np.pad(states, ((0, 0), (0, 0), (shift, shift), (shift, shift)), "edge")
+    changed = np.empty_like(states)
+    for new, old, mirrored in zip(changed, padded, rng.random(len(states)) < 0.5, strict=True):
+        y, x = rng.integers(2 * shift + 1, size=2)
+        new[:] = old[:, y : y + 42, x : x + 42][..., :: -1 if mirrored else 1]
+    return changed
 
 
 # -------------------------------------------------------------------------------------------------------------- losses
@@ -538,7 +552,9 @@ def learn(args, agent, gradient, episode, storage, frozen, device):
         "losses/values": values.mean(),
     }
     if args.aux == "gace":
-        states, labels = (tensor.to(device) for tensor in storage.sample(args.goal_batch_size, episode.rng))
+        states, labels = storage.sample(args.goal_batch_size, episode.rng)
+        states = augmented(states, episode.rng) if args.augment else states
+        states, labels = torch.from_numpy(states).to(device), torch.from_numpy(labels).to(device)
         if labels.max() >= args.classes:
             raise OSError("goals.bin is damaged: it holds labels of no goal")
         with torch.set_grad_enabled(not frozen):

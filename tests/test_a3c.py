@@ -193,8 +193,10 @@ def test_learn_is_equation_9_and_clips(storage):
         log_p = torch.log_softmax(logits[t], 0)
         loss = loss - log_p[actions[t]] * (following - values[t].detach()) + 0.02 * (log_p.exp() * log_p).sum()
         loss = loss + 0.5 * (following - values[t]) ** 2
-    states, labels = storage.sample(50, np.random.default_rng(0))
-    loss = loss - 0.4 * torch.log_softmax(agent.classify(states), -1)[range(50), labels].mean()
+    rng = np.random.default_rng(0)
+    states, labels = storage.sample(50, rng)
+    goal_logits = agent.classify(torch.from_numpy(a3c.augmented(states, rng)))
+    loss = loss - 0.4 * torch.log_softmax(goal_logits, -1)[range(50), labels].mean()
     gradient.zero_()
     loss.backward()
     assert torch.allclose(found, gradient, rtol=1e-3, atol=1e-4)
@@ -306,7 +308,7 @@ def test_goal_storage_is_shared_bounded_and_keeps_labels(tmp_path):
         process.join()
     assert len(storage) == 100 and storage.count == 160
     states, labels = storage.sample(500, np.random.default_rng(0))
-    assert states.shape == (500, 16, 42, 42) and states.dtype == torch.uint8 and labels.shape == (500,)
+    assert states.shape == (500, 16, 42, 42) and states.dtype == np.uint8 and labels.shape == (500,)
     assert (states[:, 0, 0, 0] // 10 == labels).all() and (states == states[:, :1, :1, :1]).all()
     assert (tmp_path / "goals.bin").stat().st_size == 100 * a3c.GoalStorage.record_bytes
 
@@ -316,7 +318,20 @@ def test_goal_storage_keeps_the_state_as_it_was(tmp_path):
     state = random_images(1)[0]
     storage.add(state.numpy(), 3)
     states, labels = storage.sample(2, np.random.default_rng(0))
-    assert torch.equal(states[1], state) and labels.tolist() == [3, 3]
+    assert np.array_equal(states[1], state) and labels.tolist() == [3, 3]
+
+
+def test_augmented_states_are_mirrored_and_shifted():
+    state = random_images(1)[0].numpy()
+    rows, columns = np.mgrid[:42, :42]
+    expected = {}
+    for mirrored, y, x in itertools.product((False, True), range(-3, 4), range(-3, 4)):
+        seen = columns if not mirrored else 41 - columns
+        moved = state[:, np.clip(rows + y, 0, 41), np.clip(seen + x, 0, 41)]
+        expected[moved.tobytes()] = mirrored
+    found = a3c.augmented(np.repeat(state[None], 2000, 0), np.random.default_rng(0))
+    counts = [expected[image.tobytes()] for image in found]  # a KeyError is any other change
+    assert len({image.tobytes() for image in found}) == 98 and 900 < sum(counts) < 1100
 
 
 def test_auto_labelling():
