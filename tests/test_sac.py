@@ -6,17 +6,16 @@ import math
 import os
 import resource
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, Run, answer_of, call, gradients, wait_until
+from helpers import Run, answer_of, call, gradients, wait_until
 
 import sac_gace_ur5 as sac
+from tools import enjoy
 
 SCRIPT = "sac_gace_ur5.py"
 
@@ -309,7 +308,7 @@ def test_names_of_the_algorithms():
 
 
 @pytest.mark.parametrize("algorithm", MODES)
-def test_every_mode_trains_evaluates_and_is_evaluated_again(algorithm, tmp_path):
+def test_every_mode_trains_evaluates_and_is_evaluated_again(algorithm, tmp_path, monkeypatch, capsys):
     run = Run(tmp_path, SCRIPT, *TINY, *MODES[algorithm])
     assert run.wait() == 0, run.output
     task = {"sac+gace": "r2", "sac+curl": "r3"}.get(algorithm, "r1")
@@ -321,9 +320,8 @@ def test_every_mode_trains_evaluates_and_is_evaluated_again(algorithm, tmp_path)
     measured = [float(row["discriminator_accuracy"]) for row in run.rows()]
     assert all(0 <= accuracy <= 1 for accuracy in measured) if "gace" in algorithm else all(np.isnan(measured))
     assert run.updates() == 6
-    command = [sys.executable, "-m", "tools.enjoy", str(run.run_folder / "checkpoint.pt"), "--episodes", "2"]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    for row, line in zip(run.rows()[-len(splits) :], shown, strict=True):
+    call(enjoy, monkeypatch, run.run_folder / "checkpoint.pt", "--episodes", "2")
+    for row, line in zip(run.rows()[-len(splits) :], capsys.readouterr().out.splitlines(), strict=True):
         assert f"success {float(row['success_ratio']):.1%}" in line
         assert f"return {float(row['episode_return']):.2f}" in line
 
@@ -345,7 +343,7 @@ class FakeRun:
     """SAC with an auxiliary loss in this process, with small batches."""
 
     def __init__(self, folder, aux):
-        self.args = sac.Args(aux=aux, batch_size=32)
+        self.args = sac.Args(aux=aux, batch_size=16)
         self.coef, self.rng, self.updates = f"{aux}_coef", np.random.default_rng(0), 0
         self.agent, self.target = make_agent(aux=aux), make_agent(aux=aux).requires_grad_(False)
         self.optimizers = sac.make_optimizers(self.args, self.agent)
