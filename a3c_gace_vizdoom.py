@@ -119,6 +119,8 @@ class Args:
     """goal states of a random policy on which the discriminator's accuracy is measured, on each split"""
     checkpoint_every: Weight = 60.0
     """seconds between two checkpoints"""
+    runs: str = "runs"
+    """folder in which the run's own folder is made"""
     resume: Path | None = None
     """continue the run in this folder with its own arguments; arguments given now replace them"""
     track: bool = False
@@ -134,15 +136,11 @@ class Args:
             for low, high in getattr(kind, "__metadata__", ()):
                 if value is not None and not low <= value <= high:
                     raise SystemExit(f"{flag(name)} must be between {low} and {high}, not {value}")
-        if self.gdan and self.aux != "gace":
-            raise SystemExit(
-                f"--gdan needs the goal-discriminator, which --aux {self.aux} does not train: use --aux gace"
-            )
+        if (self.gdan or self.freeze_discriminator_at) and self.aux != "gace":
+            raise SystemExit(f"--gdan and --freeze-discriminator-at need --aux gace, not {self.aux}")
         if self.exp_name and ("/" in self.exp_name or "__" in self.exp_name):
             raise SystemExit("--exp-name must not contain / or __")
         self.num_workers = min(self.num_workers, self.num_envs)
-        if self.freeze_discriminator_at and self.aux != "gace":
-            raise SystemExit(f"--freeze-discriminator-at: --aux {self.aux} trains no discriminator")
 
     @property
     def classes(self):
@@ -467,7 +465,7 @@ def play(agent, episodes, policy, device="cpu", on_step=lambda: None):
             episodes = [episode for episode in episodes if not episode.over]
 
 
-def evaluate(args, agent, split, goal_states=None, goal=None, on_step=lambda: None, num_envs=8):
+def evaluate(args, agent, split, goal_states, goal=None, on_step=lambda: None, num_envs=8):
     """Plays the same `args.episodes` episodes every time, with the most likely action. Returns a row of metrics."""
     episodes = [Episode(args, split) for _ in range(min(num_envs, args.episodes))]
     results = []
@@ -483,7 +481,7 @@ def evaluate(args, agent, split, goal_states=None, goal=None, on_step=lambda: No
     for episode in episodes:
         episode.env.close()
     row = dict(zip(("success_ratio", "episode_length", "episode_return"), np.mean(results, 0).tolist(), strict=True))
-    accuracy = discriminator_accuracy(args, agent, *goal_states) if goal_states else float("nan")
+    accuracy = discriminator_accuracy(args, agent, *goal_states[split]) if goal_states else float("nan")
     return {"split": split, "discriminator_accuracy": accuracy, **row}
 
 
@@ -740,12 +738,13 @@ def train(args, run_folder, run):
     torch.set_num_threads(1)
     agent = Agent(args)
     agent.load_state_dict(run["agent"])
-    rows, goal_states, started = run["rows"], run["goal_states"], time.monotonic() - run["seconds"]
+    rows, started = run["rows"], time.monotonic() - run["seconds"]
 
-    # What the workers share with this process
+    # What the workers share with this process. The checkpoint refers to the shared tensors.
     parameters = nn.Parameter(flatten(agent)[0].share_memory_())
     adam = torch.optim.Adam([parameters], args.learning_rate, eps=args.adam_epsilon, amsgrad=True, fused=True)
-    adam.state[parameters] = {name: moment.share_memory_() for name, moment in run["adam"].items()}
+    adam.state[parameters] = run["adam"] = {name: moment.share_memory_() for name, moment in run["adam"].items()}
+    run |= {"args": asdict(replace(args, resume=None)), "agent": agent.state_dict()}
     counters = {name: torch.tensor(run["counters"].get(name, 0)) for name in (*COUNTERS, "stop", "snapshot")}
     for counter in counters.values():
         counter.share_memory_()
@@ -753,7 +752,7 @@ def train(args, run_folder, run):
     snapshot = parameters.detach().clone().share_memory_()  # the parameters at update counters["snapshot"], to evaluate
     shared = adam, counters, totals, snapshot, mp.get_context("spawn").Lock()
 
-    evaluated = rows[-1]["update"] if rows else 0
+    splits, evaluated = envs.splits_of(args.task), rows[-1]["update"] if rows else 0
     if counters["updates"] // args.eval_every > evaluated // args.eval_every:  # an evaluation was interrupted
         counters["snapshot"].copy_(counters["updates"])
     signals = []
@@ -766,16 +765,9 @@ def train(args, run_folder, run):
 
     def save():
         nonlocal saved
-        content = {
-            "args": asdict(replace(args, resume=None)),
-            "agent": agent.state_dict(),
-            "adam": adam.state[parameters],
-            "counters": {name: int(counters[name]) for name in COUNTERS},
-            "seconds": time.monotonic() - started,
-            "rows": rows,
-            "goal_states": goal_states,
-        }
-        save_run(run_folder, content)
+        run["counters"] = {name: int(counters[name]) for name in COUNTERS}
+        run["seconds"] = time.monotonic() - started
+        save_run(run_folder, run)
         saved = time.monotonic()
 
     def log():
@@ -811,8 +803,8 @@ def train(args, run_folder, run):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     finished = False
     try:
-        if args.aux == "gace" and not goal_states:
-            goal_states = {split: collect_goal_states(args, split, log) for split in envs.splits_of(args.task)}
+        if args.aux == "gace" and not run["goal_states"]:
+            run["goal_states"] = {split: collect_goal_states(args, split, log) for split in splits}
         while not finished:
             time.sleep(0.05)
             log()
@@ -823,15 +815,16 @@ def train(args, run_folder, run):
             if counters["snapshot"] > evaluated:
                 evaluated = int(counters["snapshot"])
                 point = {"update": evaluated, "env_steps": int(counters["env_steps"])}
+                point["seconds"] = round(time.monotonic() - started, 1)
                 evaluated_agent = Agent(args)  # the workers go on meanwhile
                 flatten(evaluated_agent)[0].copy_(snapshot)
-                new = []
-                for split in envs.splits_of(args.task):
-                    row = point | evaluate(args, evaluated_agent, split, goal_states.get(split), on_step=log)
-                    new.append(row | {"seconds": round(time.monotonic() - started, 1)})
-                    tqdm.write(f"update {evaluated:,}, {split}: success {row['success_ratio']:.1%}", file=sys.stdout)
+                new = [
+                    point | evaluate(args, evaluated_agent, split, run["goal_states"], on_step=log) for split in splits
+                ]
+                for row in new:
+                    tqdm.write(f"update {evaluated:,}, {row['split']}: success {row['success_ratio']:.1%}", sys.stdout)
                     for name in METRICS[4:]:
-                        writer.add_scalar(f"evaluation/{split}_{name}", row[name], evaluated)
+                        writer.add_scalar(f"evaluation/{row['split']}_{name}", row[name], evaluated)
                 rows += new
                 save()
             finished = ended and evaluated >= counters["updates"]
@@ -887,7 +880,7 @@ def main():
     if not run_folder:
         run, run_folder = (
             new_run(args),
-            Path("runs", f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}"),
+            Path(args.runs, f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}"),
         )
     if args.track:
         try:

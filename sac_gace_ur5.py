@@ -121,6 +121,8 @@ class Args:
     """states of a random policy on which the discriminator's accuracy is measured, on each split"""
     checkpoint_every: Weight = 60.0
     """seconds between two checkpoints"""
+    runs: str = "runs"
+    """folder in which the run's own folder is made"""
     resume: Path | None = None
     """continue the run in this folder with its own arguments; arguments given now replace them"""
     track: bool = False
@@ -137,9 +139,7 @@ class Args:
                 if value is not None and not low <= value <= high:
                     raise SystemExit(f"{flag(name)} must be between {low} and {high}, not {value}")
         if self.gdan and self.aux != "gace":
-            raise SystemExit(
-                f"--gdan needs the goal-discriminator, which --aux {self.aux} does not train: use --aux gace"
-            )
+            raise SystemExit(f"--gdan needs --aux gace, not {self.aux}")
         if self.exp_name and ("/" in self.exp_name or "__" in self.exp_name):
             raise SystemExit("--exp-name must not contain / or __")
         if self.concat_query and not self.gdan:
@@ -599,7 +599,7 @@ class Player:
         return None if self.terminated else (self.image, len(self.env.unwrapped.names))
 
 
-def evaluate(args, agent, split, goal_states=None, goal=None, on_step=lambda: None):
+def evaluate(args, agent, split, goal_states, goal=None, on_step=lambda: None):
     """Plays the same `args.episodes` episodes every time, without exploration noise. Returns a row of metrics."""
     player, results = Player(args, split), []
     for index in range(args.episodes):
@@ -610,7 +610,7 @@ def evaluate(args, agent, split, goal_states=None, goal=None, on_step=lambda: No
         results.append((player.info["is_success"], len(player.rewards), sum(player.rewards)))
     player.env.close()
     row = dict(zip(("success_ratio", "episode_length", "episode_return"), np.mean(results, 0).tolist(), strict=True))
-    accuracy = discriminator_accuracy(agent, *goal_states) if goal_states else float("nan")
+    accuracy = discriminator_accuracy(agent, *goal_states[split]) if goal_states else float("nan")
     return {"split": split, "discriminator_accuracy": accuracy, **row}
 
 
@@ -745,7 +745,7 @@ def train(args, run_folder, run):
     rng = np.random.default_rng()
     rng.bit_generator.state = json.loads(run["numpy_random"])
     torch.set_rng_state(run["torch_random"])
-    counters, rows, goal_states, splits = run["counters"], run["rows"], run["goal_states"], envs.splits_of(args.task)
+    counters, rows, splits = run["counters"], run["rows"], envs.splits_of(args.task)
     started = time.monotonic() - run["seconds"]
     replay = ReplayBuffer(run_folder, args.replay_size, args.num_envs, counters["replay"])
     storage = GoalStorage(run_folder, args.goal_storage_size, counters["goals"])
@@ -765,20 +765,17 @@ def train(args, run_folder, run):
     def save():
         nonlocal saved
         counters.update(replay=replay.count, goals=storage.count)
-        content = {
-            "args": asdict(replace(args, resume=None)),
-            "agent": agent.state_dict(),
-            "target": target.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-            "counters": counters,
-            "under_way": [(player.episode, player.actions) for player in players],
-            "numpy_random": json.dumps(rng.bit_generator.state),
-            "torch_random": torch.get_rng_state(),
-            "seconds": time.monotonic() - started,
-            "rows": rows,
-            "goal_states": goal_states,
-        }
-        save_run(run_folder, content)
+        run.update(
+            args=asdict(replace(args, resume=None)),
+            agent=agent.state_dict(),
+            target=target.state_dict(),
+            optimizers=[optimizer.state_dict() for optimizer in optimizers],
+            under_way=[(player.episode, player.actions) for player in players],
+            numpy_random=json.dumps(rng.bit_generator.state),
+            torch_random=torch.get_rng_state(),
+            seconds=time.monotonic() - started,
+        )
+        save_run(run_folder, run)
         saved = time.monotonic()
 
     def check_signals():
@@ -790,8 +787,8 @@ def train(args, run_folder, run):
             begin(player, episode)
             for action in actions:  # a resumed run plays the episodes under way again
                 player.step(np.array(action, np.float32))
-        if args.aux == "gace" and not goal_states:
-            goal_states = {split: collect_goal_states(args, split, check_signals) for split in splits}
+        if args.aux == "gace" and not run["goal_states"]:
+            run["goal_states"] = {split: collect_goal_states(args, split, check_signals) for split in splits}
         while True:
             check_signals()
             update = counters["updates"]
@@ -799,14 +796,15 @@ def train(args, run_folder, run):
             # Evaluate. This comes first, because a resumed run may have been interrupted in it.
             due = update and (update % args.eval_every == 0 or update >= args.total_updates)
             if due and (not rows or rows[-1]["update"] < update):
-                new = []
-                for split in splits:
-                    row = evaluate(args, agent, split, goal_states.get(split), on_step=check_signals)
-                    row |= {"update": update, "env_steps": counters["env_steps"]}
-                    new.append(row | {"seconds": round(time.monotonic() - started, 1)})
-                    tqdm.write(f"update {update:,}, {split}: success {row['success_ratio']:.1%}", file=sys.stdout)
+                point = {"update": update, "env_steps": counters["env_steps"]}
+                point["seconds"] = round(time.monotonic() - started, 1)
+                new = [
+                    point | evaluate(args, agent, split, run["goal_states"], on_step=check_signals) for split in splits
+                ]
+                for row in new:
+                    tqdm.write(f"update {update:,}, {row['split']}: success {row['success_ratio']:.1%}", sys.stdout)
                     for name in METRICS[4:]:
-                        writer.add_scalar(f"evaluation/{split}_{name}", row[name], update)
+                        writer.add_scalar(f"evaluation/{row['split']}_{name}", row[name], update)
                 rows += new
                 save()
             if update >= args.total_updates:
@@ -917,7 +915,7 @@ def main():
     if not run_folder:
         run, run_folder = (
             new_run(args),
-            Path("runs", f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}"),
+            Path(args.runs, f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}"),
         )
         frames = min(args.replay_size, args.warmup + args.total_updates * args.env_steps_per_update)
         room = shutil.disk_usage(".").free // ReplayBuffer.frame.itemsize

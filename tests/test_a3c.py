@@ -649,8 +649,8 @@ def test_engine_that_dies_in_an_evaluation_costs_no_episode(monkeypatch):
         if next(steps) == 5:
             os.kill(engines(f"GACE_TEST={os.environ['GACE_TEST']}")[0], signal.SIGKILL)
 
-    disturbed = a3c.evaluate(args, agent, "seen", on_step=kill_one, num_envs=3)
-    undisturbed = a3c.evaluate(args, agent, "seen", num_envs=3)
+    disturbed = a3c.evaluate(args, agent, "seen", {}, on_step=kill_one, num_envs=3)
+    undisturbed = a3c.evaluate(args, agent, "seen", {}, num_envs=3)
     del disturbed["discriminator_accuracy"], undisturbed["discriminator_accuracy"]  # nan
     assert disturbed == pytest.approx(undisturbed)
 
@@ -728,7 +728,7 @@ def test_bad_input_is_answered_in_a_line_or_two(tmp_path, monkeypatch):
         Path(name).mkdir()
         torch.save(run | change, f"{name}/checkpoint.pt")
     for arguments, expected in [
-        (["--gdan", "--aux", "vae"], "--gdan needs the goal-discriminator"),
+        (["--gdan", "--aux", "vae"], "--gdan and --freeze-discriminator-at need --aux gace"),
         (["--resume", "nowhere"], "nowhere: No such file or directory"),
         (["--resume", "."], "checkpoint.pt does not exist"),
         (["--resume", "damaged"], "damaged/checkpoint.pt is not a whole checkpoint of a3c_gace_vizdoom.py"),
@@ -741,7 +741,7 @@ def test_bad_input_is_answered_in_a_line_or_two(tmp_path, monkeypatch):
         (["--resume", "wrong_number"], "wrong_number/checkpoint.pt is not a whole checkpoint"),
         (["--num-workers", "0"], "--num-workers must be between 1 and"),
         (["--exp-name", "../mine"], "--exp-name must not contain"),
-        (["--freeze-discriminator-at", "9", "--aux", "none"], "trains no discriminator"),
+        (["--freeze-discriminator-at", "9", "--aux", "none"], "--freeze-discriminator-at need --aux gace"),
         (["--warmup", "0"], "--warmup must be between 1 and"),
         (["--seed", "-1"], "--seed must be between 0 and"),
     ]:

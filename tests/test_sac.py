@@ -563,7 +563,7 @@ def test_bad_input_is_answered_in_a_line_or_two(tmp_path, monkeypatch):
     Path("foreign").mkdir()
     torch.save({"model": torch.zeros(3)}, "foreign/checkpoint.pt")
     for arguments, expected in [
-        (["--gdan", "--aux", "ae"], "--gdan needs the goal-discriminator"),
+        (["--gdan", "--aux", "ae"], "--gdan needs --aux gace"),
         (["--concat-query"], "add --gdan"),
         (["--fixed-goal", "pink"], "use one of red, green, blue"),
         (["--resume", "nowhere"], "nowhere: No such file or directory"),

@@ -117,7 +117,7 @@ def main():
             continue
         settings = replace(trained, episodes=args.episodes or trained.episodes)
         with tqdm(desc=f"{trained.task} {split}", unit=" steps") as bar:
-            row = script.evaluate(settings, agent, split, goal=goal, on_step=bar.update)
+            row = script.evaluate(settings, agent, split, {}, goal=goal, on_step=bar.update)
         print(
             f"update {checkpoint['counters']['updates']:,}, {split}: success {row['success_ratio']:.1%}, "
             f"length {row['episode_length']:.1f}, return {row['episode_return']:.2f}",

@@ -129,7 +129,8 @@ def read(path):
     return {split: np.array(sorted(columns)).T for split, columns in run.items()}
 
 
-MAY_DIFFER = "seed exp_name resume track cuda num_workers eval_every episodes accuracy_states checkpoint_every".split()
+MAY_DIFFER = "seed exp_name runs resume track cuda num_workers eval_every episodes accuracy_states".split()
+MAY_DIFFER += ["checkpoint_every"]
 
 
 def read_settings(path):

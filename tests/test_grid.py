@@ -1,0 +1,198 @@
+"""tools.grid with a real Ray: on this machine, and on a cluster of two nodes of which one dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, parent, processes_with, wait_until
+
+from tools import grid
+
+TINY = "--warmup 120 --total-updates 6 --eval-every 3 --episodes 2 --batch-size 8 --goal-batch-size 8 --no-cuda".split()
+TINY += ["--replay-size", "5000", "--accuracy-states", "4", "--checkpoint-every", "1"]
+
+
+class Grid:
+    """A call of tools.grid with all processes that it started."""
+
+    def __init__(self, runs, *arguments, extra=TINY):
+        self.marker = f"GACE_TEST={uuid.uuid4()}"
+        environment = {**os.environ, "GACE_TEST": self.marker.split("=")[1]}
+        command = [sys.executable, "-m", "tools.grid", "--runs", str(runs), "--cpus-per-run", "1", *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+        self.process = subprocess.Popen([*command, "--", *extra], cwd=ROOT, env=environment, **pipes)
+
+    def wait(self, seconds=120):
+        self.output = self.process.communicate(timeout=seconds)[0]
+        return self.process.returncode
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for pid in processes_with(self.marker):
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+
+    def trainings(self):
+        """The processes of the scripts."""
+        return [pid for pid in processes_with(self.marker) if b"sac_gace_ur5.py" in command_of(pid)]
+
+
+def command_of(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def updates(runs, name):
+    checkpoints = list(runs.glob(f"{name}__*/checkpoint.pt"))
+    return torch.load(checkpoints[0])["counters"]["updates"] if checkpoints else 0
+
+
+# ------------------------------------------------------------------------------------------------------------- the plan
+
+
+def plan_of(*arguments, extra=()):
+    arguments = {"tasks": ("v1", "r1"), "algorithms": ("a3c",), "seeds": (2,)} | dict(*arguments)
+    return grid.make_plan(grid.Args(**arguments), list(extra))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    "a3c a3c+vae a3c+rad a3c+gace a3c+gace+gdan a3c+gace+frozen10000 a3c+gace+gdan+paper sac sac+ae sac+curl sac+gace "
+    "sac+gace+gdan+concat sac+gace+red sac+gaussian sac+paper".split(),
+)
+def test_every_algorithm_gets_the_name_it_was_asked_for_by(algorithm):
+    (run,) = plan_of({"algorithms": (algorithm,)})
+    assert run.name == f"{'v1' if algorithm.startswith('a3c') else 'r1'}__{algorithm}__2"
+
+
+def test_plan_is_every_combination_that_exists():
+    plan = plan_of(
+        {"tasks": ("v1", "v2", "r1"), "algorithms": ("a3c", "sac"), "seeds": (2, 3)}, extra=["--gamma", "0.9"]
+    )
+    assert [run.name for run in plan] == [f"{t}__{s}" for t in ("v1__a3c", "v2__a3c", "r1__sac") for s in (2, 3)]
+    assert all("--gamma" in run.flags and run.total_updates == 200_000 for run in plan)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"algorithms": ("a3c+magic",)}, "unknown algorithm"),
+        ({"algorithms": ("ppo",)}, "unknown algorithm"),
+        ({"tasks": ("v9",)}, "unknown task"),
+        ({"tasks": ("r1",)}, "no algorithm fits a task"),
+        ({"seeds": (2, 2)}, "two runs would be called v1__a3c__2"),
+        ({"seeds": (-1,)}, "--seed must be between"),
+        ({"algorithms": ("a3c+gdan",)}, "need --aux gace"),
+    ],
+)
+def test_bad_plans_are_refused_in_a_line(arguments, expected):
+    with pytest.raises(SystemExit, match=expected):
+        plan_of(arguments)
+
+
+def test_state_is_read_from_the_log(tmp_path):
+    run = grid.Run("v1__a3c__2", "a3c_gace_vizdoom.py", [], 200_000, tmp_path)
+    assert grid.state_of(run)[0] == "waiting"
+    run.log().write_text("attempt 1 on host\n")
+    assert grid.state_of(run)[0] == "starting"
+    bar = "\r 37%|###7      | 739/2000 [01:04<01:11, 17.63 goal states/s, success 9.6%]"
+    run.log().write_text("attempt 1 on host\n" + bar)
+    assert grid.state_of(run)[0] == "warm-up 739 of 2,000"
+    bar += "\r 22%|##        | 43000/200000 [30:00<1:40:00, 24.01 updates/s, success 61.2%]"
+    run.log().write_text("attempt 1 on host\n" + bar)
+    state, hours = grid.state_of(run)
+    assert state == "training 43,000 of 200,000, 61.2%, 24.01 updates/s, 1 h 40 min left"
+    assert hours == pytest.approx(5 / 3)
+
+
+def test_grid_without_ray_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(SystemExit, match="pip install -r tests/requirements.txt"):
+        grid.connect(grid.Args(tasks=(), algorithms=()))
+
+
+# ------------------------------------------------------------------------------------------------------------ real runs
+
+
+@pytest.mark.slow
+def test_two_runs_at_a_time_one_that_fails_and_a_second_call(tmp_path):
+    damaged = tmp_path / "r1__sac__4__1"
+    damaged.mkdir()
+    (damaged / "checkpoint.pt").write_bytes(b"garbage")
+    asked = ["--tasks", "r1", "--algorithms", "sac", "--seeds"]
+    with Grid(tmp_path, *asked, "2", "3", "4") as run:
+        assert wait_until(lambda: len(run.trainings()) == 2, 90)
+        assert run.wait() == 1, run.output
+        assert wait_until(lambda: not processes_with(run.marker), 10)
+    assert "r1__sac__4 failed" in run.output and "checkpoint.pt is not a whole checkpoint" in run.output
+    assert (tmp_path / "r1__sac__4.log").read_text().count("attempt") == 2
+    assert [updates(tmp_path, f"r1__sac__{seed}") for seed in (2, 3)] == [6, 6]
+    before = {path: path.stat().st_mtime for path in tmp_path.glob("*/checkpoint.pt")}
+    with Grid(tmp_path, *asked, "2", "3") as run:
+        assert run.wait() == 0, run.output
+    assert "2 of 2 finished" in run.output and "wrote" in run.output.splitlines()[-1]
+    assert before == {path: path.stat().st_mtime for path in tmp_path.glob("*/checkpoint.pt")}
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_every_run_with_a_checkpoint(tmp_path):
+    endless = [*TINY, "--total-updates", "100000", "--eval-every", "100000"]
+    with Grid(tmp_path, "--tasks", "r1", "--algorithms", "sac", "--seeds", "2", extra=endless) as run:
+        assert wait_until(lambda: updates(tmp_path, "r1__sac__2") > 5, 90)
+        os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
+        assert run.wait(60) == 130, run.output
+        assert wait_until(lambda: not processes_with(run.marker), 10)
+    assert "the same command goes on" in run.output
+    assert "--resume" in (tmp_path / "r1__sac__2.log").read_text().splitlines()[-1]
+
+
+CLUSTER = """
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+for _ in range(2):
+    cluster.add_node(num_cpus=1)
+print(cluster.address, flush=True)
+input()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_run_of_a_node_that_dies_goes_on_on_the_other(tmp_path):
+    marker = f"GACE_TEST={uuid.uuid4()}"
+    environment = {**os.environ, "GACE_TEST": marker.split("=")[1], "RAY_USAGE_STATS_ENABLED": "0"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    cluster = subprocess.Popen([sys.executable, "-c", CLUSTER], env=environment, **pipes)
+    try:
+        address = cluster.stdout.readline().strip()
+        long = [*TINY, "--total-updates", "60", "--eval-every", "60"]
+        asked = ["--tasks", "r1", "--algorithms", "sac", "--seeds", "2", "--address", address]
+        with Grid(tmp_path, *asked, extra=long) as run:
+            assert wait_until(lambda: updates(tmp_path, "r1__sac__2") > 5, 90)
+            (training,) = [pid for pid in processes_with(marker) if b"sac_gace_ur5.py" in command_of(pid)]
+            worker = parent(training)
+            raylet = parent(worker)
+            assert b"raylet" in command_of(raylet)
+            for pid in (raylet, worker, training):  # as a machine that dies
+                os.kill(pid, signal.SIGKILL)
+            killed_at = updates(tmp_path, "r1__sac__2")
+            assert run.wait(150) == 0, run.output
+        log = (tmp_path / "r1__sac__2.log").read_text()
+        assert log.count("attempt 1 on") == 2 and log.count("run folder") == 2
+        assert updates(tmp_path, "r1__sac__2") == 60 and killed_at < 60
+        assert len(list(tmp_path.glob("r1__sac__2__*"))) == 1
+    finally:
+        cluster.communicate("\n", timeout=60)
+        time.sleep(0.5)
+        for pid in processes_with(marker):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,348 @@
+"""Trains every combination of tasks, algorithms and seeds, on this machine or on a Ray cluster.
+
+    python -m tools.grid --tasks v1 r1 --algorithms a3c a3c+gace+gdan sac sac+gace --seeds 2 3 4
+    python -m tools.grid --tasks r1 --algorithms sac+gace+gdan+concat sac+gace+red -- --total-updates 10000
+    python -m tools.grid --tasks v1 --algorithms a3c+gace+paper --dry-run        # what would run, and for how long
+    python -m tools.grid --tasks v1 --algorithms a3c --address auto --runs /shared/runs
+
+An algorithm is named as its run is: a3c or sac, then gace, vae, rad, ae or curl, then gdan, frozenN, concat, gaussian,
+a goal or paper. Everything after `--` goes to the scripts. A second call goes on where the first one stopped. On a
+cluster, all machines must see the folder --runs.
+"""
+
+import csv
+import ctypes
+import fcntl
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+import a3c_gace_vizdoom
+import envs
+import sac_gace_ur5
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS_PER_UPDATE = {"v": 1 / 24, "r": 1 / 4.5}  # on 2 cores, for the estimate of a run that has not begun
+VARIANTS = {
+    "gdan": ["--gdan"],
+    "concat": ["--concat-query"],
+    "gaussian": ["--policy", "gaussian"],
+    "paper": ["--paper"],
+}
+
+
+@dataclass
+class Args:
+    tasks: tuple[str, ...]
+    """tasks: v1 to v4, r1 to r3"""
+    algorithms: tuple[str, ...]
+    """algorithms: those of A3C train on V tasks, those of SAC on R tasks"""
+    seeds: tuple[int, ...] = (2, 3, 4)
+    """seeds"""
+    runs: Path = Path("runs")
+    """folder for the runs, their logs and the report"""
+    address: str | None = None
+    """address of a Ray cluster: auto, host:port or ray://host:port; by default Ray starts inside this process"""
+    cpus_per_run: int = 2
+    """cores of a run: workers of A3C, threads of SAC"""
+    gpus_per_run: float = 0
+    """GPUs of a run"""
+    retries: int = 1
+    """how often a run that fails is tried again"""
+    dry_run: bool = False
+    """only print the plan, with an estimate of hours"""
+
+
+@dataclass
+class Run:
+    """One combination. It is sent to the machine that trains it."""
+
+    name: str
+    """task__algorithm__seed, as its folder begins"""
+    script: str
+    flags: list[str]
+    total_updates: int
+    runs: Path
+    failure: str | None = None
+    state: str = "waiting"
+
+    def folder(self):
+        """The newest run folder with a checkpoint, or None."""
+        found = sorted(self.runs.glob(f"{self.name}__*/checkpoint.pt"), key=lambda path: path.stat().st_mtime)
+        return found[-1].parent if found else None
+
+    def updates(self):
+        """The last evaluated update."""
+        folder = self.folder()
+        if folder is None or not (folder / "metrics.csv").exists():
+            return 0
+        with open(folder / "metrics.csv") as file:
+            return max((int(row["update"]) for row in csv.DictReader(file)), default=0)
+
+    def log(self):
+        return self.runs / f"{self.name}.log"
+
+
+# ---------------------------------------------------------------------------------------------------------------- plan
+
+
+def flags_of(algorithm):
+    """The script of an algorithm and the flags that make it."""
+    base, *parts = algorithm.split("+")
+    script = {"a3c": a3c_gace_vizdoom, "sac": sac_gace_ur5}.get(base)
+    flags, aux = [], "none"
+    for part in parts:
+        if part in ("gace", "vae", "rad", "ae", "curl"):
+            aux = part
+        elif part in VARIANTS:
+            flags += VARIANTS[part]
+        elif part.startswith("frozen"):
+            flags += ["--freeze-discriminator-at", part.removeprefix("frozen")]
+        elif part in envs.goals_of("r3"):
+            flags += ["--fixed-goal", part]
+        else:
+            script = None
+    if script is None:
+        raise SystemExit(f"unknown algorithm {algorithm!r}; use for example a3c+gace+gdan or sac+curl (see --help)")
+    return script, ["--aux", aux, *flags]
+
+
+def make_plan(args, extra):
+    """One Run for each combination that exists. The scripts' own checks refuse what they cannot train."""
+    plan = {}
+    for algorithm in args.algorithms:
+        script, flags = flags_of(algorithm)
+        for task in args.tasks:
+            if task not in (*envs.V_TASKS, *envs.R_TASKS):
+                raise SystemExit(f"unknown task {task!r}; use any of {' '.join((*envs.V_TASKS, *envs.R_TASKS))}")
+            if (task in envs.V_TASKS) != (script is a3c_gace_vizdoom):
+                continue
+            for seed in args.seeds:
+                flags_of_run = ["--task", task, "--seed", str(seed), *flags, *extra]
+                paper = "--paper" in flags_of_run
+                defaults = script.Args(paper=paper, **(script.PAPER if paper else {}))
+                settings = tyro.cli(script.Args, args=flags_of_run, default=defaults)
+                name = f"{task}__{script.algorithm(settings)}__{seed}"
+                if name in plan:
+                    raise SystemExit(f"two runs would be called {name}")
+                path = f"{script.__name__}.py"
+                plan[name] = Run(name, path, flags_of_run, settings.total_updates, args.runs.resolve())
+    if not plan:
+        raise SystemExit("no algorithm fits a task: those of A3C train on V tasks, those of SAC on R tasks")
+    return list(plan.values())
+
+
+def hours_left(run, cpus):
+    """An estimate. A3C makes use of every core, SAC of hardly more than two."""
+    seconds = SECONDS_PER_UPDATE[run.name[0]] * 2 / (cpus if run.name[0] == "v" else min(cpus, 2))
+    return max(0, run.total_updates - run.updates()) * seconds / 3600
+
+
+def in_words(hours):
+    return f"{int(hours)} h {int(hours * 60) % 60:02} min"
+
+
+# --------------------------------------------------------------------------------------- one run, on whichever machine
+
+
+def train(run, root, cpus, gpus, retries):
+    """Trains a run to its end, from its checkpoint if it has one. Returns None, or the last lines of its log."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(cpus)}
+    if not gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    run.runs.mkdir(parents=True, exist_ok=True)
+    for attempt in range(1, retries + 2):
+        folder = run.folder()
+        if folder and run.updates() >= run.total_updates:
+            return None
+        if folder:
+            wait_for_lock(folder)
+        flags = ["--resume", str(folder), *run.flags] if folder else [*run.flags, "--runs", str(run.runs)]
+        if run.name[0] == "v":
+            flags += ["--num-workers", str(cpus)]
+        with open(run.log(), "a") as log:
+            print(f"\nattempt {attempt} on {socket.gethostname()}", file=log, flush=True)
+            process = subprocess.Popen(
+                [sys.executable, str(Path(root or os.getcwd(), run.script)), *flags],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # a terminal's Ctrl-C reaches this process's parent, which passes it on
+                preexec_fn=end_with_parent,
+            )
+            try:
+                while process.poll() is None:
+                    time.sleep(0.2)  # Ray cancels a task between two lines of Python
+            finally:
+                process.terminate()  # not SIGINT, which Ray blocks in its processes and their children
+                process.wait(60)
+    return None if run.updates() >= run.total_updates else last_lines(run.log())
+
+
+def wait_for_lock(folder, seconds=60):
+    """Waits while a process whose machine was lost to Ray still saves the run."""
+    file = os.open(folder, os.O_RDONLY)
+    for _ in range(seconds):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            time.sleep(1)
+    os.close(file)
+
+
+def end_with_parent():
+    """The run saves and ends when the process that started it dies (on Linux)."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def last_lines(path, number=5, characters=4000):
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - characters))
+        lines = file.read().decode(errors="replace").replace("\r", "\n").replace("\x1b[A", "").splitlines()
+    return "\n".join([line for line in lines if line.strip()][-number:])
+
+
+# ------------------------------------------------------------------------------------------------- what a person sees
+
+BAR = re.compile(r"(\d+)/(\d+) \[[^<]*<([^,]*),([^,]*/[^,]*?)(?:, success ([\d.]+%))?\]")
+
+
+def state_of(run):
+    """The state of a run that has begun, from the progress bar in its log. Also returns the hours left."""
+    if not run.log().exists():
+        return "waiting", None
+    for line in reversed(last_lines(run.log(), 50).splitlines()):
+        if line.startswith("attempt"):
+            return "starting", None
+        if not (bar := BAR.search(line)):
+            continue
+        done, total, left, rate, success = bar.groups()
+        if "updates" not in rate:
+            return f"warm-up {int(done):,} of {int(total):,}", None
+        seconds = sum(60**i * int(part) for i, part in enumerate(reversed(left.split(":"))) if part.isdigit())
+        parts = [f"training {int(done):,} of {int(total):,}", success, rate.strip().replace("  ", " ")]
+        return ", ".join([*filter(None, parts), f"{in_words(seconds / 3600)} left"]), seconds / 3600
+    return "starting", None
+
+
+def show(plan, slots, cpus, lines_before):
+    """Prints one line a run, over those printed before in a terminal. Returns how many lines it printed."""
+    hours, width = [], max(len(run.name) for run in plan)
+    for run in plan:
+        left = None
+        if run.state not in ("finished", "failed"):
+            run.state, left = state_of(run)
+            hours.append(hours_left(run, cpus) if left is None else left)
+    height = shutil.get_terminal_size().lines - 2
+    shown = sorted(plan, key=lambda run: ("failed", "training", "warm-up", "starting").count(run.state.split()[0]) == 0)
+    lines = [f"{run.name:{width}}  {run.state}" for run in (plan if len(plan) <= height else shown[: height - 1])]
+    if len(lines) < len(plan):
+        lines.append(f"... and {len(plan) - len(lines)} more")
+    done = sum(run.state == "finished" for run in plan)
+    left = max(sum(hours) / slots, max(hours, default=0))
+    lines.append(f"{done} of {len(plan)} finished, about {in_words(left)} left")
+    if lines_before:
+        print(f"\x1b[{lines_before}A", end="")
+    clear = "\x1b[K" if sys.stdout.isatty() else ""
+    print("\n".join(line + clear for line in lines), flush=True)
+    return len(lines) if sys.stdout.isatty() else 0
+
+
+# ---------------------------------------------------------------------------------------------------------------- main
+
+
+def connect(args):
+    """Starts Ray, or joins a cluster. Returns how many runs can go on at once."""
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    try:
+        import ray
+    except ImportError:
+        raise SystemExit("tools.grid needs Ray: pip install -r tests/requirements.txt") from None
+    options = {"include_dashboard": False} if args.address is None else {"address": args.address}
+    if args.address:  # send the scripts along
+        excludes = [".git", "runs", "results", "docs", "videos", "report"]
+        options["runtime_env"] = {"working_dir": str(ROOT), "excludes": excludes}
+    try:
+        ray.init(log_to_driver=False, logging_level="ERROR", **options)
+    except (ConnectionError, ValueError) as error:
+        raise SystemExit(f"no Ray cluster at {args.address}: {str(error).splitlines()[0]}") from None
+    resources = ray.cluster_resources()
+    slots = int(resources.get("CPU", 0) // args.cpus_per_run)
+    if args.gpus_per_run:
+        slots = min(slots, int(resources.get("GPU", 0) // args.gpus_per_run))
+    if not slots:
+        found = f"{resources.get('CPU', 0):.0f} cores and {resources.get('GPU', 0):.0f} GPUs"
+        raise SystemExit(f"Ray has {found}: too few for --cpus-per-run and --gpus-per-run")
+    return ray, slots
+
+
+def main():
+    arguments, extra = sys.argv[1:], []
+    if "--" in arguments:
+        cut = arguments.index("--")
+        arguments, extra = arguments[:cut], arguments[cut + 1 :]
+    args = tyro.cli(Args, args=arguments, description=__doc__)
+    if args.cpus_per_run < 1 or args.gpus_per_run < 0 or args.retries < 0:
+        raise SystemExit("--cpus-per-run must be at least 1, --gpus-per-run and --retries at least 0")
+    plan = make_plan(args, extra)
+    if args.dry_run:
+        for run in plan:
+            state = "finished" if run.updates() >= run.total_updates else f"{run.updates():,} of {run.total_updates:,}"
+            print(f"{run.name}  {state} updates, about {in_words(hours_left(run, args.cpus_per_run))}")
+        total = sum(hours_left(run, args.cpus_per_run) for run in plan)
+        print(f"{len(plan)} runs, about {total:.0f} hours of {args.cpus_per_run} cores each")
+        return
+
+    ray, slots = connect(args)
+    options = {
+        "num_cpus": args.cpus_per_run,
+        "num_gpus": args.gpus_per_run,
+        "max_retries": 20,
+    }  # of a machine that dies
+    task = ray.remote(train).options(**options)
+    root = None if args.address else str(ROOT)
+    pending = {task.remote(run, root, args.cpus_per_run, args.gpus_per_run, args.retries): run for run in plan}
+    lines, printed = 0, -60.0
+    try:
+        while pending:
+            done, _ = ray.wait(list(pending), timeout=1)
+            for reference in done:
+                run = pending.pop(reference)
+                try:
+                    run.failure = ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    run.failure = str(error)
+                run.state = "failed" if run.failure else "finished"
+            if sys.stdout.isatty() or time.monotonic() - printed > 60 or not pending:
+                lines, printed = show(plan, slots, args.cpus_per_run, lines), time.monotonic()
+    except KeyboardInterrupt:
+        print("stopping: every run saves a checkpoint; the same command goes on from there", flush=True)
+        for reference in pending:
+            ray.cancel(reference)
+        ray.wait(list(pending), num_returns=len(pending), timeout=90)
+        raise SystemExit(130) from None
+    finally:
+        ray.shutdown()
+    failed = [run for run in plan if run.failure]
+    for run in failed:
+        print(f"\n{run.name} failed; the end of {run.log()}:\n{run.failure}")
+    if failed:
+        raise SystemExit(f"{len(failed)} of {len(plan)} runs failed")
+    command = [sys.executable, "-m", "tools.report", str(args.runs), "--out", str(args.runs / "report")]
+    raise SystemExit(subprocess.run(command, cwd=ROOT).returncode)
+
+
+if __name__ == "__main__":
+    main()
