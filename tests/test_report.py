@@ -1,7 +1,9 @@
 """report.py: its formulas against the paper's own tables, and the script on files good and bad."""
 
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -52,10 +54,60 @@ def test_reaching_a_ratio_is_interpolated():
 
 
 def test_mean_and_deviation_over_seeds():
-    seeds = {"1": np.array([[10, 20, 30], [1, 2, 3], [0, 0, 0]]), "2": np.array([[10, 20], [3, 6], [0, 0]])}
-    updates, mean, deviation = report.over_seeds(seeds, 1)
-    assert updates.tolist() == [10, 20, 30] and mean.tolist() == [2, 4, 3]
-    assert deviation[:2].tolist() == [1, 2] and np.isnan(deviation[2])  # one seed is one seed
+    steps, none = [100, 200, 300], [np.nan] * 3
+    seeds = {
+        "1": np.array([[10, 20, 30], [1, 2, 3], none, steps]),
+        "2": np.array([[10, 20], [3, 6], none[:2], steps[:2]]),
+    }
+    updates, mean, deviation = report.over_seeds(seeds, report.RATIO)
+    assert updates.tolist() == [10, 20] and mean.tolist() == [2, 4]  # no further than the shorter run
+    assert deviation.tolist() == pytest.approx([2**0.5, 8**0.5])
+    assert report.over_seeds(seeds, report.RATIO, report.STEPS)[0].tolist() == [100, 200]
+    updates, mean, deviation = report.over_seeds({"1": seeds["1"]}, report.RATIO)
+    assert len(updates) == 3 and np.isnan(deviation).all()  # one seed is one seed
+    assert not len(report.over_seeds(seeds, report.ACCURACY)[0])
+
+
+def test_interquartile_mean_is_that_of_the_middle_half():
+    assert report.interquartile_mean(np.array([100.0, 1, 2, 3, 4, 5, 6, -50])) == pytest.approx(3.5)
+    assert report.interquartile_mean(np.array([[1.0, 2, 9], [0, 0, 3]])).tolist() == [4, 1]
+
+
+def test_bootstrap_interval_holds_the_mean_of_normal_seeds_in_95_of_100_cases():
+    rng = np.random.default_rng(1)
+    held = 0
+    for _ in range(200):
+        low, high = report.confidence_interval([rng.normal(50, 10, 20), rng.normal(70, 10, 20)], resamples=500)
+        held += low <= 60 <= high
+    assert 0.85 < held / 200 < 0.995
+    strata = [np.array([1.0, 1, 1, 1]), np.array([9.0, 9, 9, 9])]  # drawn within their task, nothing can vary
+    assert report.confidence_interval(strata).tolist() == [5, 5]
+
+
+def test_probability_of_improvement():
+    assert report.probability_of_improvement([3, 4], [1, 2]) == 1
+    assert report.probability_of_improvement([1, 2, 3], [1, 2, 3]) == 0.5
+    assert report.probability_of_improvement([1, 5], [2, 3]) == 0.5
+
+
+def test_report_of_five_seeds_shows_intervals_and_improvement(tmp_path):
+    rng = np.random.default_rng(0)
+    for task, (name, ratio), seed in itertools.product(
+        ("r1", "r3"), {"sac": 0.3, "sac+gace": 0.7, "sac+gace+gdan": 0.8}.items(), range(1, 6)
+    ):
+        write(tmp_path / f"results/{task}__{name}__{seed}.csv", np.linspace(0, ratio, 5) + rng.uniform(0, 0.05))
+    for goal, seed in itertools.product(("red", "green", "blue"), (1, 2)):
+        write(tmp_path / f"results/r1__sac+gace+{goal}__{seed}.csv", [0.5, 0.9])
+    for frozen in ("", "+frozen10000", "+frozen20000"):
+        write(tmp_path / f"results/v2__a3c+gace{frozen}__1.csv", [0.5, 0.9])
+    written = run(tmp_path, "results").stdout
+    rows = {line.split(" | ")[0]: line for line in written.split("## R1: sample")[0].splitlines() if "| SAC" in line}
+    assert re.match(
+        r"\| SAC\+GACE \| 7\d\.\d ± \d\.\d \| 7\d\.\d \(7\d\.\d to 7\d\.\d\) \| 1\.00 \|", rows["| SAC+GACE"]
+    )
+    assert "## R1 seen, R3 seen together" in written
+    for figure in ("r1_success", "r1_single_targets", "v2_seen_frozen", "all_tasks"):
+        assert (tmp_path / f"report/{figure}.png").stat().st_size > 5000
 
 
 def test_report_of_good_and_bad_files(tmp_path):
@@ -86,16 +138,16 @@ def test_report_of_good_and_bad_files(tmp_path):
 
     written = (tmp_path / "report/report.md").read_text()
     assert written in result.stdout
-    assert "| A3C | 50.0 ± 10.0 | 50.0 | 2 | 30,000 | 56.55 ± 13.75 |" in written
-    assert "| A3C+GACE&GDAN | 90.0 | 90.0 | 1 | 30,000 | 95.63 ± 0.64 |" in written
-    assert "| A3C+GACE&GDAN, frozen | 55.0 | 55.0 | 1 | 30,000 | - |" in written
-    assert "| A3C+GACE&GDAN, frozen | 25,000 | 83.33 | 20.00 | - | - | - |" in written
+    assert "| A3C | 50.0 ± 14.1 | - | - | 50.0 | 2 | 30,000 | 2 | 56.55 ± 13.75 |" in written
+    assert "| A3C+GACE&GDAN | 90.0 | - | - | 90.0 | 1 | 30,000 | 2 | 95.63 ± 0.64 |" in written
+    assert "| A3C+GACE&GDAN, frozen | 55.0 | - | - | 55.0 | 1 | 30,000 | 2 | - |" in written
+    assert "| A3C+GACE&GDAN, frozen | 25,000 | 1 | 83.33 | 20.00 | - | - | - |" in written
     assert "Reference: 50.00 % (the best of A3C)" in written
-    assert "| A3C | 30,000 | 100.00 | 0.00 | 2,000,000 | 100.00 | 0.00 |" in written
-    assert "| A3C+GACE&GDAN | 15,000 | 50.00 | 100.00 | 110,930 | 5.55 | 1702.94 |" in written
-    assert "| A3C+RAD | not reached in 20,000 | - | - | 703,574 | 35.18 | 184.26 |" in written
+    assert "| A3C | 30,000 | 2 | 100.00 | 0.00 | 2,000,000 | 100.00 | 0.00 |" in written
+    assert "| A3C+GACE&GDAN | 15,000 | 0 | 50.00 | 100.00 | 110,930 | 5.55 | 1702.94 |" in written
+    assert "| A3C+RAD | not reached in 20,000 | - | - | - | 703,574 | 35.18 | 184.26 |" in written
     assert "## V2 unseen: success ratio" in written
-    for figure in ("v1_success", "v1_discriminator", "v2_unseen_success"):
+    for figure in ("v1_success", "v1_discriminator", "v1_frozen", "v2_unseen_success", "all_tasks"):
         assert (tmp_path / f"report/{figure}.png").stat().st_size > 5000
         assert "<svg" in (tmp_path / f"report/{figure}.svg").read_text()
 
@@ -113,7 +165,7 @@ def test_runs_with_different_settings_are_not_merged(tmp_path):
     result = run(tmp_path, "runs")
     (skipped,) = [line for line in result.stdout.splitlines() if line.startswith("skipped")]
     assert "v1__a3c__3__100" in skipped and "learning_rate is 0.0002, but 0.0001" in skipped and "--exp-name" in skipped
-    assert "| A3C | 30.0 ± 10.0 | 30.0 | 2 |" in result.stdout
+    assert "| A3C | 30.0 ± 14.1 | - | - | 30.0 | 2 |" in result.stdout
 
 
 def test_nothing_to_report(tmp_path):
@@ -140,4 +192,4 @@ def test_500_runs_are_read_and_drawn(tmp_path):
             write(path, rng.uniform(size=400))
     result = run(tmp_path, "runs")
     assert result.returncode == 0, result.stderr
-    assert len(list((tmp_path / "report").glob("*.png"))) == 20
+    assert len(list((tmp_path / "report").glob("*.png"))) == 18  # 10 of success, 7 of accuracy, and all tasks in one

@@ -16,6 +16,8 @@ import matplotlib
 import numpy as np
 import tyro
 
+import envs
+
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
@@ -32,6 +34,11 @@ class Args:
     """sample efficiency is measured at this success ratio, in percent; by default the reference algorithm's best"""
 
 
+UPDATES, RATIO, ACCURACY, STEPS = range(4)  # the rows of a run's columns
+AXES = {UPDATES: "updates", STEPS: "environment steps"}
+NOTE = """Mean ± standard deviation over seeds. IQM: interquartile mean with a 95 % stratified bootstrap interval, from
+three seeds on. Dashed lines are where the paper's algorithms end. An update of our A3C follows an episode, one of our
+SAC 32 environment steps; the paper does not say how many steps an update of its SAC follows."""
 METRICS = "update env_steps seconds split success_ratio discriminator_accuracy episode_length episode_return".split()
 NAMES = {  # in the paper's order, with the colours of its figures
     "a3c": ("A3C", "tab:gray"),
@@ -110,7 +117,7 @@ def find_files(paths):
 
 
 def read(path):
-    """One run as {split: columns}, where columns are update, success ratio and accuracy. Raises ValueError if unfit."""
+    """One run as {split: columns}: update, success ratio, accuracy, environment steps. Raises ValueError if unfit."""
     text = path.read_text()
     if not text:
         raise ValueError("it is empty")
@@ -125,7 +132,7 @@ def read(path):
         raise ValueError("it has a row with missing columns")
     run = {}
     for row in rows:
-        run.setdefault(row[3], []).append((float(row[0]), 100 * float(row[4]), 100 * float(row[5])))
+        run.setdefault(row[3], []).append((float(row[0]), 100 * float(row[4]), 100 * float(row[5]), float(row[1])))
     return {split: np.array(sorted(columns)).T for split, columns in run.items()}
 
 
@@ -178,19 +185,34 @@ def read_all(paths):
     return runs, skipped
 
 
-def over_seeds(seeds, column):
-    """Updates, mean and standard deviation over the seeds, which are interpolated to the updates of them all."""
-    updates = np.unique(np.concatenate([columns[0] for columns in seeds.values()]))
-    values = np.array(
-        [np.interp(updates, columns[0], columns[column], left=np.nan, right=np.nan) for columns in seeds.values()]
-    )
-    known = ~np.isnan(values)
-    count = known.sum(0)
-    filled = np.where(known, values, 0)
-    mean = filled.sum(0) / np.maximum(count, 1)
-    deviation = np.sqrt((np.where(known, values - mean, 0) ** 2).sum(0) / np.maximum(count, 1))
-    keep = count > 0
-    return updates[keep], mean[keep], np.where(count > 1, deviation, np.nan)[keep]
+def over_seeds(seeds, column, axis=UPDATES):
+    """The axis, mean and standard deviation over the seeds, as far as all seeds go: a run that ends makes no jump."""
+    runs = [columns for columns in seeds.values() if not np.isnan(columns[column]).all()]
+    points = np.unique(np.concatenate([columns[axis] for columns in runs] or [np.empty(0)]))
+    points = points[[all(columns[axis, 0] <= x <= columns[axis, -1] for columns in runs) for x in points]]
+    values = np.array([np.interp(points, columns[axis], columns[column]) for columns in runs])
+    if not len(points):
+        return points, points, points
+    return points, values.mean(0), values.std(0, ddof=1) if len(runs) > 1 else np.full(len(points), np.nan)
+
+
+def interquartile_mean(values):
+    """The mean of the middle half, along the last axis."""
+    cut = values.shape[-1] // 4
+    return np.sort(values, -1)[..., cut : values.shape[-1] - cut].mean(-1)
+
+
+def confidence_interval(strata, resamples=5000):
+    """95 % bootstrap interval of the interquartile mean; seeds are drawn again within each stratum (a task)."""
+    rng = np.random.default_rng(0)
+    drawn = [stratum[rng.integers(len(stratum), size=(resamples, len(stratum)))] for stratum in strata]
+    return np.percentile(interquartile_mean(np.concatenate(drawn, -1)), [2.5, 97.5])
+
+
+def probability_of_improvement(ours, theirs):
+    """The probability that a seed of ours is better than one of theirs; equal ones count half."""
+    difference = np.subtract.outer(ours, theirs)
+    return float((difference > 0).mean() + (difference == 0).mean() / 2)
 
 
 def first_reached(updates, ratios, reference):
@@ -209,29 +231,74 @@ def first_reached(updates, ratios, reference):
 # -------------------------------------------------------------------------------------------------- figures and tables
 
 
-def draw(runs, column, ylabel, path):
-    """One curve an algorithm, with a shade of one standard deviation where there are several seeds."""
-    figure, axes = plt.subplots(figsize=(5, 3.6), layout="constrained")
-    drawn = False
+def plot(axes, runs, column, axis, paper):
+    """One curve an algorithm, a shade of one standard deviation, and a dashed line where the paper's algorithm ends."""
     for algorithm in in_order(runs):
-        seeds, label, colour = runs[algorithm], title_of(algorithm), NAMES[base_of(algorithm)][1]
-        updates, mean, deviation = over_seeds(seeds, column)
-        if not len(updates):
+        seeds, colour = runs[algorithm], NAMES[base_of(algorithm)][1]
+        points, mean, deviation = over_seeds(seeds, column, axis)
+        if not len(points):
             continue
-        drawn = True
         count = f"{len(seeds)} seeds" if len(seeds) > 1 else "1 seed"
-        marker, line = "." if len(updates) < 30 else None, "-" if algorithm in NAMES else "--"
-        axes.plot(updates, mean, line, color=colour, label=f"{label} ({count})", marker=marker)
-        axes.fill_between(updates, mean - deviation, mean + deviation, color=colour, alpha=0.2, linewidth=0)
-    if drawn:
-        axes.set(xlabel="updates", ylabel=ylabel, ylim=(0, 100), xlim=(0, None))
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize="small")
-        axes.set_title(path.name.split("_")[0].upper() + (" unseen" if "unseen" in path.name else ""))
-        figure.savefig(path.with_suffix(".png"), dpi=150)
-        figure.savefig(path.with_suffix(".svg"))
+        variants = [name for name in in_order(runs) if base_of(name) == base_of(algorithm) and name not in NAMES]
+        marker = "." if len(points) < 30 else None
+        line = "-" if algorithm in NAMES else (":", "-.", (0, (4, 1)))[variants.index(algorithm) % 3]
+        label = f"{title_of(algorithm)} ({count})"
+        axes.plot(points, mean, linestyle=line, color=colour, label=label, marker=marker)
+        axes.fill_between(points, mean - deviation, mean + deviation, color=colour, alpha=0.2, linewidth=0)
+        if algorithm in paper:
+            axes.axhline(paper[algorithm], color=colour, linestyle="--", linewidth=0.8, alpha=0.7)
+    axes.set(ylim=(0, 100), xlim=(0, None), xlabel=AXES[axis])
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value < 1e6 else f"{value / 1e6:g}M")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def save(figure, path):
+    figure.savefig(path.with_suffix(".png"), dpi=150)
+    figure.savefig(path.with_suffix(".svg"))
     plt.close(figure)
+
+
+def draw(panels, path):
+    """One figure with a panel for each (title, ylabel, runs, column, axis, paper) that has a curve."""
+    panels = [p for p in panels if any(len(over_seeds(seeds, p[3])[0]) for seeds in p[2].values())]
+    if not panels:
+        return
+    rows = 1 if len(panels) < 4 else 2
+    columns = -(-len(panels) // rows)
+    figure, grid = plt.subplots(rows, columns, figsize=(0.6 + 4.4 * columns, 3.6 * rows), layout="constrained")
+    grid = np.atleast_1d(grid).ravel()
+    for axes, (title, ylabel, runs, column, axis, paper) in zip(grid, panels, strict=False):
+        plot(axes, runs, column, axis, paper)
+        axes.set(title=title, ylabel=ylabel)
+        axes.legend(framealpha=0.8, edgecolor="none", fontsize="small")
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    save(figure, path)
+
+
+def frozen_and_unfrozen(runs):
+    """The algorithms of the ablation that freezes the discriminator, or nothing."""
+    frozen = {name for name in runs if "+frozen" in name}
+    return {name: runs[name] for name in {*frozen, *(base_of(name) for name in frozen)} & runs.keys()}
+
+
+def ablation_panels(runs):
+    kinds = (("success ratio, %", RATIO), ("goal-discriminator accuracy, %", ACCURACY))
+    return [(ylabel, runs, column, UPDATES, {}) for ylabel, column in kinds]
+
+
+def single_targets(runs):
+    """Single-target policies, averaged over their targets for each seed, beside the agent of all targets."""
+    chosen = {}
+    for base in runs.keys() & NAMES.keys():
+        singles = [runs[f"{base}+{goal}"] for goal in envs.goals_of("r3") if f"{base}+{goal}" in runs]
+        for seed in set.intersection(*map(set, singles)) if singles else ():
+            curves = [single[seed] for single in singles]
+            points = min((columns[UPDATES] for columns in curves), key=lambda updates: updates[-1])
+            mean = [np.mean([np.interp(points, c[UPDATES], c[row]) for c in curves], 0) for row in range(4)]
+            chosen |= {base: runs[base]}
+            chosen.setdefault(f"{base}+single targets", {})[seed] = np.array(mean)
+    return chosen
 
 
 def table(header, rows):
@@ -239,27 +306,77 @@ def table(header, rows):
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
+def last_ratios(seeds):
+    return np.array([columns[RATIO, -1] for columns in seeds.values()])
+
+
+def spread(values):
+    return f"{np.mean(values):.1f}" + (f" ± {np.std(values, ddof=1):.1f}" if len(values) > 1 else "")
+
+
+def robust(strata):
+    """The interquartile mean with its interval, if every stratum has three seeds or more."""
+    if min(len(stratum) for stratum in strata) < 3:
+        return "-"
+    low, high = confidence_interval(strata)
+    return f"{interquartile_mean(np.concatenate(strata)):.1f} ({low:.1f} to {high:.1f})"
+
+
+def improvement(ours, theirs):
+    """The probability of improvement on the baseline, averaged over the tasks, if all have three seeds or more."""
+    if min(map(len, (*ours, *theirs))) < 3:
+        return "-"
+    pairs = zip(ours, theirs, strict=True)
+    return f"{np.mean([probability_of_improvement(*pair) for pair in pairs]):.2f}"
+
+
+def in_range(values):
+    low, high = int(min(values)), int(max(values))
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
 def ratio_table(runs, paper, algorithms):
     """The last evaluation of every seed, beside the paper's figure."""
     rows = []
     figures = {name: f"{mean} ± {deviation}" for name, (mean, deviation) in zip(algorithms, paper, strict=True)}
     for algorithm in in_order({*algorithms, *runs}):
-        ours, best, seeds, updates = "-", "-", "-", "-"
+        cells = ["-"] * 7
         if algorithm in runs:
-            last = [columns[1, -1] for columns in runs[algorithm].values()]
-            ours = f"{np.mean(last):.1f}" + (f" ± {np.std(last):.1f}" if len(last) > 1 else "")
-            best = f"{np.mean([columns[1].max() for columns in runs[algorithm].values()]):.1f}"
-            seeds = str(len(last))
-            lengths = sorted({int(columns[0, -1]) for columns in runs[algorithm].values()})
-            updates = f"{lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "")
-        rows.append([title_of(algorithm), ours, best, seeds, updates, figures.get(algorithm, "-")])
-    return table(["algorithm", "last evaluation, %", "best, %", "seeds", "updates", "paper, % (5 seeds)"], rows)
+            last, all_columns = last_ratios(runs[algorithm]), runs[algorithm].values()
+            better = improvement([last], [last_ratios(runs[algorithms[0]])]) if algorithms[0] in runs else "-"
+            best = f"{np.mean([columns[RATIO].max() for columns in all_columns]):.1f}"
+            lengths = [in_range([columns[axis, -1] for columns in all_columns]) for axis in (UPDATES, STEPS)]
+            better = "-" if algorithm == algorithms[0] else better
+            cells = [spread(last), robust([last]), better, best, str(len(last)), *lengths]
+        rows.append([title_of(algorithm), *cells, figures.get(algorithm, "-")])
+    header = ["algorithm", "last evaluation, %", "IQM (95 %)", f"P(better than {NAMES[algorithms[0]][0]})", "best, %"]
+    return table([*header, "seeds", "updates", "environment steps", "paper, % (5 seeds)"], rows)
+
+
+def summary_table(runs, family):
+    """All tasks and splits on which every algorithm of a family has runs, taken together."""
+    here = {key: {a: s for a, s in r.items() if a in NAMES} for key, r in runs.items() if key[0][0] == family}
+    names = set().union(*here.values())
+    common = [key for key, algorithms in here.items() if algorithms.keys() == names]
+    if len(common) < 2 or len(names) < 2:
+        return []
+    strata = {name: [last_ratios(here[key][name]) for key in common] for name in names}
+    baseline = algorithms_of(common[0][0])[0]
+    rows = []
+    for name in in_order(names):
+        better = improvement(strata[name], strata[baseline]) if baseline in names and name != baseline else "-"
+        mean = np.mean([stratum.mean() for stratum in strata[name]])
+        rows.append([title_of(name), f"{mean:.1f}", robust(strata[name]), better])
+    title = ", ".join(f"{task.upper()} {split}" for task, split in common)
+    header = ["algorithm", "mean, %", "IQM (95 %)", f"P(better than {NAMES[baseline][0]})"]
+    return [f"## {title} together", table(header, rows)]
 
 
 def efficiency_table(args, task, runs, algorithms):
     """Updates to the reference ratio, SRR and SEI, beside the paper's."""
     reference = args.reference_algorithm if args.reference_algorithm in algorithms else algorithms[0]
-    curves = {name: over_seeds(seeds, 1)[:2] for name, seeds in runs.items()}
+    curves = {name: over_seeds(seeds, RATIO)[:2] for name, seeds in runs.items()}
+    steps = {name: over_seeds(seeds, RATIO, STEPS)[:2] for name, seeds in runs.items()}
     paper_ratio, paper_updates = PAPER_UPDATES.get(task, (None, (None,) * 5))
     ratio = args.reference_ratio
     note = "as asked for"
@@ -274,17 +391,18 @@ def efficiency_table(args, task, runs, algorithms):
     rows = []
     for algorithm in in_order({*algorithms, *runs}):
         paper = dict(zip(algorithms, paper_updates, strict=True)).get(algorithm)
-        ours = [""] * 3
-        if algorithm in curves:
-            count = needed[algorithm]
+        ours = [""] * 4
+        if algorithm in curves and len(curves[algorithm][0]):
+            count, env_steps = needed[algorithm], first_reached(*steps[algorithm], ratio)
             ours[0] = f"{count:,.0f}" if count is not None else f"not reached in {curves[algorithm][0][-1]:,.0f}"
+            ours[1] = f"{env_steps:,.0f}" if env_steps is not None else ""
             if count is not None and reference_updates is not None:
-                ours[1:] = [f"{srr(count, reference_updates):.2f}", f"{sei(count, reference_updates):.2f}"]
+                ours[2:] = [f"{srr(count, reference_updates):.2f}", f"{sei(count, reference_updates):.2f}"]
         theirs = ["-"] * 3 if paper_reference else []
         if paper:
             theirs = [f"{paper:,}", f"{srr(paper, paper_reference):.2f}", f"{sei(paper, paper_reference):.2f}"]
         rows.append([title_of(algorithm), *(cell or "-" for cell in ours), *theirs])
-    header = ["algorithm", "updates", "SRR, %", "SEI, %"]
+    header = ["algorithm", "updates", "environment steps", "SRR, %", "SEI, %"]
     if paper_reference:
         header += [f"paper: updates to {paper_ratio} %", "paper: SRR, %", "paper: SEI, %"]
     return f"Reference: {ratio:.2f} % ({note}).\n\n" + table(header, rows)
@@ -303,7 +421,7 @@ def main():
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SystemExit(f"cannot write into {args.out}: {error.strerror}") from None
-    sections = ["# Report"]
+    sections, panels, accuracies = ["# Report", NOTE], {}, {}
     for (task, split), paper in PAPER_RATIOS.items():
         if (task, split) not in runs:
             continue
@@ -312,12 +430,28 @@ def main():
         two_splits = (task, "unseen") in PAPER_RATIOS
         title = f"{task.upper()} {split}" if two_splits else task.upper()
         name = f"{task}_{split}" if two_splits else task
-        draw(here, 1, "success ratio, %", args.out / f"{name}_success")
-        draw(here, 2, "goal-discriminator accuracy, %", args.out / f"{name}_discriminator")
+        ends = {name: mean for name, (mean, _) in zip(algorithms, paper, strict=True)}
+        success = "success ratio, %"
+        apart = {
+            a for a in here if "+frozen" in a or a.split("+")[-1] in envs.goals_of("r3")
+        }  # in figures of their own
+        curves = {algorithm: seeds for algorithm, seeds in here.items() if algorithm not in apart}
+        draw([(title, success, curves, RATIO, axis, ends) for axis in (UPDATES, STEPS)], args.out / f"{name}_success")
+        methods = {algorithm: seeds for algorithm, seeds in here.items() if algorithm in NAMES}
+        panels[title] = (title, success, methods, RATIO, UPDATES, ends)
+        accuracies.setdefault(task, []).append((title, "goal-discriminator accuracy, %", here, ACCURACY, UPDATES, {}))
+        ablation = frozen_and_unfrozen(here)
+        draw([(title, *rest) for rest in ablation_panels(ablation)], args.out / f"{name}_frozen")
+        draw([(title, success, single_targets(here), RATIO, UPDATES, {})], args.out / f"{name}_single_targets")
         sections += [f"## {title}: success ratio", ratio_table(here, paper, algorithms)]
         efficiency = efficiency_table(args, task, here, algorithms) if split == "seen" else None
         if efficiency:
             sections += [f"## {title}: sample efficiency", efficiency]
+    for family in ("v", "r"):
+        sections += summary_table(runs, family)
+    draw(list(panels.values()), args.out / "all_tasks")
+    for task, panel in accuracies.items():
+        draw(panel, args.out / f"{task}_discriminator")
     report = "\n\n".join(sections) + "\n"
     (args.out / "report.md").write_text(report)
     print(report)
