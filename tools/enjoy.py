@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Literal
 
 import gymnasium as gym
+import numpy as np
 import torch
 import tyro
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 from tqdm import tqdm
 
 import a3c_gace_vizdoom
@@ -74,27 +75,49 @@ class Player:
         return action, ("forward", "left", "right")[action]
 
 
+OUTCOMES = {"reached": "limegreen", "wrong object": "red", "out of time": "orange"}  # and the colour of the border
+
+
 def film(trained, agent, split, goal, episodes):
-    """Returns the pictures of some episodes."""
+    """Returns the pictures of some episodes, and how many milliseconds each is shown."""
     env = gym.make(f"gace/{trained.task.upper()}-v0", split=split, render_mode="rgb_array")
-    player, frames = Player(trained, agent), []
+    player, frames, durations = Player(trained, agent), [], []
     for seed in range(1, episodes + 1):
         observation, info = env.reset(seed=seed, options={"goal": goal} if goal else None)
+        target = picture_of_goal(env.unwrapped, seed) if trained.task in envs.V_TASKS else None
         player.begin()
         over = False
         while not over:
             action, name = player.act(observation)
-            frames.append(caption(env.render(), f"{info['instruction']}   {name}"))
+            frames.append(caption(env.render(), f"{info['instruction']}   {name}", target))
             observation, _, terminated, truncated, result = env.step(action)
             over = terminated or truncated
-        outcome = "reached" if result["is_success"] else "another object" if terminated else "out of time"
-        frames.append(caption(env.render(), f"{info['instruction']}   {outcome}"))
+        outcome = "reached" if result["is_success"] else "wrong object" if terminated else "out of time"
+        last = caption(env.render(), f"{info['instruction']}   {outcome}", target)
+        frames.append(ImageOps.expand(ImageOps.crop(last, 8), 8, OUTCOMES[outcome]))
+        durations += [150 if trained.task in envs.V_TASKS else 300] * (len(frames) - len(durations) - 1) + [1000]
     env.close()
-    return frames
+    return frames, durations
 
 
-def caption(picture, text):
-    frame = Image.fromarray(picture)
+def picture_of_goal(env, seed):
+    """The goal of an episode, seen from near by: on the way it is a few pixels wide."""
+    near = envs.DoomEnv(env.task, env.split)
+    away = np.array([(100, 100), (740, 100), (100, 740), (740, 740)], float)
+    angle = np.deg2rad(env.heading)
+    away[env.goal] = np.array(envs.START) + 80 * np.array([np.cos(angle), np.sin(angle)])
+    near.place_objects = lambda: away
+    near.reset(seed=seed, options={"goal": env.goal})
+    screen = near.frame[:3].astype(np.uint8).transpose(1, 2, 0)
+    near.close()
+    return Image.fromarray(screen[55:110, 52:107]).resize((120, 120), Image.Resampling.NEAREST)
+
+
+def caption(picture, text, target=None):
+    """A brighter picture with a text, and the picture of the goal in its corner."""
+    frame = Image.fromarray(picture).point([round(255 * (level / 255) ** 0.7) for level in range(256)] * 3)
+    if target:
+        frame.paste(ImageOps.expand(target, 3, "white"), (12, frame.height - 138))
     ImageDraw.Draw(frame).text((12, 8), text, fill="white", font_size=22, stroke_width=2, stroke_fill="black")
     return frame
 
@@ -111,8 +134,8 @@ def main():
             folder = args.checkpoint.parent.name if args.checkpoint.stem == "checkpoint" else args.checkpoint.stem
             path = Path("videos", f"{folder}_{split}.gif")
             path.parent.mkdir(exist_ok=True)
-            frames = film(trained, agent, split, goal, args.episodes or 3)
-            frames[0].save(path, save_all=True, append_images=frames[1:], duration=150, loop=0)
+            frames, durations = film(trained, agent, split, goal, args.episodes or 3)
+            frames[0].save(path, save_all=True, append_images=frames[1:], duration=durations, loop=0)
             print(f"wrote {path}")
             continue
         settings = replace(trained, episodes=args.episodes or trained.episodes)
