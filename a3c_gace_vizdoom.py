@@ -606,7 +606,7 @@ def worker(index, args, run_folder, adam, counters, totals, snapshot, lock):
                 number = int(counters["episodes"])
             episode.begin([args.seed, number], blind=warming_up)
         play(agent, episodes, "random" if warming_up else "sampled", device)
-        if warming_up:  # again, with images, what may be stored
+        if warming_up:  # play the episodes that may be stored again, with images
             again = [episode for episode in episodes if episode.info["is_success"] or args.epsilon_n]
             for episode in again:
                 episode.begin(episode.seed)
@@ -870,8 +870,9 @@ def main():
         open_run(run_folder, new=False)
         run, defaults, _ = load_checkpoint(run_folder / "checkpoint.pt")
         check_form(run, new_run(defaults), run_folder / "checkpoint.pt")
+        goals = run_folder / "goals.bin"
         stored = min(run["counters"]["goals"], defaults.goal_storage_size) * GoalStorage.record_bytes
-        if not (run_folder / "goals.bin").exists() or (run_folder / "goals.bin").stat().st_size < stored:
+        if (goals.stat().st_size if goals.exists() else 0) < stored:
             raise SystemExit(f"{run_folder}/goals.bin has lost goal states: the run cannot be resumed")
     args = tyro.cli(Args, description=__doc__, default=defaults)
     for name in FIXED if run_folder else ():

@@ -72,7 +72,7 @@ class MultiTargetEnv(gym.Env):
     def read_options(self, options):
         """Sets the goal: the one that `options` ask for, by name or index, or a random one.
 
-        With `options={"blind": True}` all images of the episode are black, and it is three times as fast."""
+        With `options={"blind": True}` all images are black, and an episode of Doom runs three times as fast."""
         options = options or {}
         self.blind = bool(options.get("blind"))
         # Drawn in either case: asking for a goal does not shift the random numbers of the rest of the episode.

@@ -918,7 +918,8 @@ def main():
             Path(args.runs, f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}"),
         )
         frames = min(args.replay_size, args.warmup + args.total_updates * args.env_steps_per_update)
-        room = shutil.disk_usage(".").free // ReplayBuffer.frame.itemsize
+        disk = next(folder for folder in (run_folder, *run_folder.resolve().parents) if folder.exists())
+        room = shutil.disk_usage(disk).free // ReplayBuffer.frame.itemsize
         if frames > room:
             raise SystemExit(f"the disk has room for {room} of {frames} frames: use a smaller --replay-size")
     if args.track:

@@ -1,4 +1,4 @@
-"""tools.grid with a real Ray: on this machine, and on a cluster of two nodes of which one dies."""
+"""tools.grid with a real Ray: on this machine, and on a cluster of two nodes. One of the nodes dies."""
 
 import os
 import signal
@@ -93,6 +93,7 @@ def test_plan_is_every_combination_that_exists():
         ({"seeds": (2, 2)}, "two runs would be called v1__a3c__2"),
         ({"seeds": (-1,)}, "--seed must be between"),
         ({"algorithms": ("a3c+gdan",)}, "need --aux gace"),
+        ({"algorithms": ("a3c+gace+vae",)}, "unknown algorithm"),
     ],
 )
 def test_bad_plans_are_refused_in_a_line(arguments, expected):
@@ -101,7 +102,7 @@ def test_bad_plans_are_refused_in_a_line(arguments, expected):
 
 
 def test_state_is_read_from_the_log(tmp_path):
-    run = grid.Run("v1__a3c__2", "a3c_gace_vizdoom.py", [], 200_000, tmp_path)
+    run = grid.Run("v1__a3c__2", "a3c_gace_vizdoom.py", [], {}, 200_000, tmp_path)
     assert grid.state_of(run)[0] == "waiting"
     run.log().write_text("attempt 1 on host\n")
     assert grid.state_of(run)[0] == "starting"
@@ -113,12 +114,19 @@ def test_state_is_read_from_the_log(tmp_path):
     state, hours = grid.state_of(run)
     assert state == "training 43,000 of 200,000, 61.2%, 24.01 updates/s, 1 h 40 min left"
     assert hours == pytest.approx(5 / 3)
+    run.log().write_text("attempt 1 on host\n" + bar + "\nwaiting\n")  # a second call
+    assert grid.state_of(run)[0] == "waiting"
 
 
 def test_grid_without_ray_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(SystemExit, match="pip install -r tests/requirements.txt"):
         grid.connect(grid.Args(tasks=(), algorithms=()))
+
+
+def test_cluster_that_is_not_there_is_named_in_a_line(tmp_path):
+    with Grid(tmp_path, "--tasks", "r1", "--algorithms", "sac", "--address", "127.0.0.1:1") as run:
+        assert run.wait(60) == 1 and "cannot join the Ray cluster at 127.0.0.1:1" in run.output.splitlines()[-1]
 
 
 # ------------------------------------------------------------------------------------------------------------ real runs
@@ -131,7 +139,9 @@ def test_two_runs_at_a_time_one_that_fails_and_a_second_call(tmp_path):
     (damaged / "checkpoint.pt").write_bytes(b"garbage")
     asked = ["--tasks", "r1", "--algorithms", "sac", "--seeds"]
     with Grid(tmp_path, *asked, "2", "3", "4") as run:
-        assert wait_until(lambda: len(run.trainings()) == 2, 90)
+        at_once = set()
+        wait_until(lambda: at_once.add(len(run.trainings())) or run.process.poll() is not None, 150)
+        assert max(at_once) == 2
         assert run.wait() == 1, run.output
         assert wait_until(lambda: not processes_with(run.marker), 10)
     assert "r1__sac__4 failed" in run.output and "checkpoint.pt is not a whole checkpoint" in run.output
@@ -142,6 +152,15 @@ def test_two_runs_at_a_time_one_that_fails_and_a_second_call(tmp_path):
         assert run.wait() == 0, run.output
     assert "2 of 2 finished" in run.output and "wrote" in run.output.splitlines()[-1]
     assert before == {path: path.stat().st_mtime for path in tmp_path.glob("*/checkpoint.pt")}
+    with Grid(tmp_path, *asked, "2", "3", "--dry-run", extra=[*TINY, "--total-updates", "9"]) as run:
+        assert run.wait() == 0
+    assert run.output.splitlines()[0].startswith("r1__sac__2  6 of 9 updates, about 0 h 00 min left")
+    (longer,) = plan_of(
+        {"tasks": ("r1",), "algorithms": ("sac",), "runs": tmp_path}, extra=[*TINY, "--total-updates", "9"]
+    )
+    assert grid.train(longer, str(ROOT), 1, 0, 0) is None and updates(tmp_path, "r1__sac__2") == 9
+    (other,) = plan_of({"tasks": ("r1",), "algorithms": ("sac",), "runs": tmp_path}, extra=[*TINY, "--gamma", "0.5"])
+    assert "was trained with gamma 0.99, not 0.5" in grid.train(other, str(ROOT), 1, 0, 0)
 
 
 @pytest.mark.slow

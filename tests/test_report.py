@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from helpers import ROOT
@@ -105,7 +106,7 @@ def test_report_of_five_seeds_shows_intervals_and_improvement(tmp_path):
     assert re.match(
         r"\| SAC\+GACE \| 7\d\.\d ± \d\.\d \| 7\d\.\d \(7\d\.\d to 7\d\.\d\) \| 1\.00 \|", rows["| SAC+GACE"]
     )
-    assert "## R1 seen, R3 seen together" in written
+    assert "## R1, R3 together" in written
     for figure in ("r1_success", "r1_single_targets", "v2_seen_frozen", "all_tasks"):
         assert (tmp_path / f"report/{figure}.png").stat().st_size > 5000
 
@@ -154,6 +155,52 @@ def test_report_of_good_and_bad_files(tmp_path):
     asked = run(tmp_path, "runs", "results", "--reference-ratio", "85", "--out", "other")
     assert "Reference: 85.00 %" in asked.stdout and "| A3C | not reached in 30,000 |" in asked.stdout
     assert (tmp_path / "other/report.md").exists()
+
+
+def test_longest_run_of_a_seed_is_the_one_with_the_last_update(tmp_path):
+    write(tmp_path / "runs/v1__a3c__1__1/metrics.csv", np.full(100, 0.1), every=100)  # more rows, but shorter
+    write(tmp_path / "runs/v1__a3c__1__2/metrics.csv", [0.5, 0.7], every=100_000)
+    assert "| A3C | 70.0 | - | - | 70.0 | 1 | 200,000 |" in run(tmp_path, "runs").stdout
+
+
+def test_steps_to_a_ratio_are_those_of_its_update(tmp_path):
+    for seed, factor in ((1, 10), (2, 30)):
+        rows = [f"{u},{u * factor},1.0,seen,{r},nan,20,1\n" for u, r in ((100, 0.1), (200, 0.5), (300, 0.2))]
+        (tmp_path / f"v1__a3c__{seed}.csv").write_text(HEADER + "".join(rows))
+    assert "| A3C | 200 | 4,000 | 100.00 | 0.00 |" in run(tmp_path, ".").stdout
+
+
+def test_seeds_without_a_common_update_and_damaged_settings(tmp_path):
+    for seed, update in ((1, 100), (2, 200)):
+        (tmp_path / f"v1__a3c__{seed}.csv").write_text(HEADER + f"{update},5,1.0,seen,0.5,nan,20,1\n")
+    (tmp_path / "v1__a3c__3.csv").write_text(HEADER + "nan,5,1.0,seen,0.5,nan,20,1\n")
+    (tmp_path / "v1__a3c__4.csv").mkdir()
+    write(tmp_path / "v1__a3c__5.csv", [0.5])
+    (tmp_path / "v1__a3c__5.json").write_text("[]")
+    result = run(tmp_path, ".")
+    assert result.returncode == 0, result.stderr
+    assert all(f"skipped v1__a3c__{seed}.csv" in result.stdout for seed in (3, 4, 5))
+
+
+def test_curves_and_the_papers_ends_are_drawn():
+    figure, axes = plt.subplots()
+    seeds = {"1": np.array([[10.0, 20], [30, 40], [1, 2], [100, 200]])}
+    report.plot(axes, {"a3c": seeds, "a3c+gace": seeds}, report.RATIO, report.STEPS, {"a3c": 56.55})
+    ends = [line for line in axes.lines if line.get_linestyle() == "--"]
+    curves = [line for line in axes.lines if line.get_linestyle() == "-"]
+    assert [line.get_ydata()[0] for line in ends] == [56.55] and ends[0].get_color() == curves[0].get_color()
+    assert len(curves) == 2 and curves[0].get_xdata().tolist() == [100, 200]
+    assert axes.get_xlabel() == "environment steps"
+    plt.close(figure)
+
+
+def test_single_targets_need_every_target():
+    seeds = {"1": np.array([[10.0, 20], [30, 60], [1, 2], [100, 200]])}
+    singles = {f"sac+gace+{goal}": seeds for goal in ("red", "green")} | {"sac+gace": seeds}
+    assert report.single_targets("r1", singles) == {}
+    blue = {"1": np.array([[10.0, 20], [60, 90], [1, 2], [100, 200]])}
+    chosen = report.single_targets("r1", singles | {"sac+gace+blue": blue})
+    assert chosen["sac+gace+single targets"]["1"][report.RATIO].tolist() == [40, 70]
 
 
 def test_runs_with_different_settings_are_not_merged(tmp_path):

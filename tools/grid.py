@@ -13,6 +13,7 @@ cluster, all machines must see the folder --runs.
 import csv
 import ctypes
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tyro
@@ -29,6 +30,7 @@ import tyro
 import a3c_gace_vizdoom
 import envs
 import sac_gace_ur5
+from tools.report import MAY_DIFFER
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS_PER_UPDATE = {"v": 1 / 24, "r": 1 / 4.5}  # on 2 cores, for the estimate of a run that has not begun
@@ -70,6 +72,8 @@ class Run:
     """task__algorithm__seed, as its folder begins"""
     script: str
     flags: list[str]
+    settings: dict
+    """what the settings of a run to resume must be"""
     total_updates: int
     runs: Path
     failure: str | None = None
@@ -86,7 +90,8 @@ class Run:
         if folder is None or not (folder / "metrics.csv").exists():
             return 0
         with open(folder / "metrics.csv") as file:
-            return max((int(row["update"]) for row in csv.DictReader(file)), default=0)
+            updates = [row.get("update") or "" for row in csv.DictReader(file)]
+        return max((int(update) for update in updates if update.isdecimal()), default=0)
 
     def log(self):
         return self.runs / f"{self.name}.log"
@@ -101,7 +106,7 @@ def flags_of(algorithm):
     script = {"a3c": a3c_gace_vizdoom, "sac": sac_gace_ur5}.get(base)
     flags, aux = [], "none"
     for part in parts:
-        if part in ("gace", "vae", "rad", "ae", "curl"):
+        if part in ("gace", "vae", "rad", "ae", "curl") and aux == "none":
             aux = part
         elif part in VARIANTS:
             flags += VARIANTS[part]
@@ -126,16 +131,19 @@ def make_plan(args, extra):
                 raise SystemExit(f"unknown task {task!r}; use any of {' '.join((*envs.V_TASKS, *envs.R_TASKS))}")
             if (task in envs.V_TASKS) != (script is a3c_gace_vizdoom):
                 continue
+            if "--fixed-goal" in flags and flags[flags.index("--fixed-goal") + 1] not in envs.goals_of(task):
+                continue
             for seed in args.seeds:
                 flags_of_run = ["--task", task, "--seed", str(seed), *flags, *extra]
                 paper = "--paper" in flags_of_run
                 defaults = script.Args(paper=paper, **(script.PAPER if paper else {}))
                 settings = tyro.cli(script.Args, args=flags_of_run, default=defaults)
-                name = f"{task}__{script.algorithm(settings)}__{seed}"
+                name = f"{settings.task}__{script.algorithm(settings)}__{settings.seed}"
                 if name in plan:
                     raise SystemExit(f"two runs would be called {name}")
+                fixed = {k: v for k, v in asdict(settings).items() if k not in (*MAY_DIFFER, "total_updates")}
                 path = f"{script.__name__}.py"
-                plan[name] = Run(name, path, flags_of_run, settings.total_updates, args.runs.resolve())
+                plan[name] = Run(name, path, flags_of_run, fixed, settings.total_updates, args.runs.resolve())
     if not plan:
         raise SystemExit("no algorithm fits a task: those of A3C train on V tasks, those of SAC on R tasks")
     return list(plan.values())
@@ -162,11 +170,13 @@ def train(run, root, cpus, gpus, retries):
     run.runs.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, retries + 2):
         folder = run.folder()
-        if folder and run.updates() >= run.total_updates:
-            return None
         if folder:
+            other = different_settings(run, folder)
+            if other or run.updates() >= run.total_updates:
+                return other
             wait_for_lock(folder)
         flags = ["--resume", str(folder), *run.flags] if folder else [*run.flags, "--runs", str(run.runs)]
+        flags += ["--total-updates", str(run.total_updates)]
         if run.name[0] == "v":
             flags += ["--num-workers", str(cpus)]
         with open(run.log(), "a") as log:
@@ -184,8 +194,22 @@ def train(run, root, cpus, gpus, retries):
                     time.sleep(0.2)  # Ray cancels a task between two lines of Python
             finally:
                 process.terminate()  # not SIGINT, which Ray blocks in its processes and their children
-                process.wait(60)
+                try:
+                    process.wait(60)
+                except subprocess.TimeoutExpired:
+                    process.kill()
     return None if run.updates() >= run.total_updates else last_lines(run.log())
+
+
+def different_settings(run, folder):
+    """Says in one line which setting of a run on disk is not the one asked for, if any."""
+    if not (folder / "args.json").exists():
+        return None
+    trained = json.loads((folder / "args.json").read_text())
+    for name, value in run.settings.items():
+        if name in trained and trained[name] != value:
+            return f"{folder} was trained with {name} {trained[name]}, not {value}: use another --runs or --exp-name"
+    return None
 
 
 def wait_for_lock(folder, seconds=60):
@@ -224,13 +248,15 @@ def state_of(run):
     if not run.log().exists():
         return "waiting", None
     for line in reversed(last_lines(run.log(), 50).splitlines()):
-        if line.startswith("attempt"):
-            return "starting", None
+        if line.startswith(("attempt", "waiting")):
+            return "starting" if line.startswith("attempt") else "waiting", None
         if not (bar := BAR.search(line)):
             continue
         done, total, left, rate, success = bar.groups()
         if "updates" not in rate:
             return f"warm-up {int(done):,} of {int(total):,}", None
+        if left == "?":
+            return f"training {int(done):,} of {int(total):,}", None
         seconds = sum(60**i * int(part) for i, part in enumerate(reversed(left.split(":"))) if part.isdigit())
         parts = [f"training {int(done):,} of {int(total):,}", success, rate.strip().replace("  ", " ")]
         return ", ".join([*filter(None, parts), f"{in_words(seconds / 3600)} left"]), seconds / 3600
@@ -245,7 +271,8 @@ def show(plan, slots, cpus, lines_before):
         if run.state not in ("finished", "failed"):
             run.state, left = state_of(run)
             hours.append(hours_left(run, cpus) if left is None else left)
-    height = shutil.get_terminal_size().lines - 2
+    columns, height = shutil.get_terminal_size() if sys.stdout.isatty() else (1000, 1000)
+    height -= 2
     shown = sorted(plan, key=lambda run: ("failed", "training", "warm-up", "starting").count(run.state.split()[0]) == 0)
     lines = [f"{run.name:{width}}  {run.state}" for run in (plan if len(plan) <= height else shown[: height - 1])]
     if len(lines) < len(plan):
@@ -256,7 +283,7 @@ def show(plan, slots, cpus, lines_before):
     if lines_before:
         print(f"\x1b[{lines_before}A", end="")
     clear = "\x1b[K" if sys.stdout.isatty() else ""
-    print("\n".join(line + clear for line in lines), flush=True)
+    print("\n".join(line[: columns - 1] + clear for line in lines), flush=True)
     return len(lines) if sys.stdout.isatty() else 0
 
 
@@ -270,21 +297,29 @@ def connect(args):
         import ray
     except ImportError:
         raise SystemExit("tools.grid needs Ray: pip install -r tests/requirements.txt") from None
-    options = {"include_dashboard": False} if args.address is None else {"address": args.address}
+    options = {"address": "local", "include_dashboard": False}
     if args.address:  # send the scripts along
-        excludes = [".git", "runs", "results", "docs", "videos", "report"]
-        options["runtime_env"] = {"working_dir": str(ROOT), "excludes": excludes}
+        excludes = [".git", "runs", "results", "docs", "videos", "report", str(args.runs)]
+        runtime = {"working_dir": str(ROOT), "excludes": excludes}
+        options = {"address": args.address, "runtime_env": runtime}
     try:
+        if args.address and ":" in args.address:  # Ray itself would try for minutes
+            host, port = args.address.removeprefix("ray://").rsplit(":", 1)
+            socket.create_connection((host, int(port)), timeout=5).close()
         ray.init(log_to_driver=False, logging_level="ERROR", **options)
-    except (ConnectionError, ValueError) as error:
-        raise SystemExit(f"no Ray cluster at {args.address}: {str(error).splitlines()[0]}") from None
-    resources = ray.cluster_resources()
-    slots = int(resources.get("CPU", 0) // args.cpus_per_run)
-    if args.gpus_per_run:
-        slots = min(slots, int(resources.get("GPU", 0) // args.gpus_per_run))
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise SystemExit(f"cannot join the Ray cluster at {args.address}: {reason}") from None
+    slots = 0
+    for node in ray.nodes():
+        if node["Alive"]:
+            slots_of_node = node["Resources"].get("CPU", 0) // args.cpus_per_run
+            if args.gpus_per_run:
+                slots_of_node = min(slots_of_node, node["Resources"].get("GPU", 0) // args.gpus_per_run)
+            slots += int(slots_of_node)
     if not slots:
-        found = f"{resources.get('CPU', 0):.0f} cores and {resources.get('GPU', 0):.0f} GPUs"
-        raise SystemExit(f"Ray has {found}: too few for --cpus-per-run and --gpus-per-run")
+        ray.shutdown()
+        raise SystemExit("no machine has as many cores and GPUs as --cpus-per-run and --gpus-per-run ask for")
     return ray, slots
 
 
@@ -299,18 +334,20 @@ def main():
     plan = make_plan(args, extra)
     if args.dry_run:
         for run in plan:
-            state = "finished" if run.updates() >= run.total_updates else f"{run.updates():,} of {run.total_updates:,}"
-            print(f"{run.name}  {state} updates, about {in_words(hours_left(run, args.cpus_per_run))}")
+            hours = in_words(hours_left(run, args.cpus_per_run))
+            state = f"{run.updates():,} of {run.total_updates:,} updates, about {hours} left"
+            print(f"{run.name}  {'finished' if run.updates() >= run.total_updates else state}")
         total = sum(hours_left(run, args.cpus_per_run) for run in plan)
         print(f"{len(plan)} runs, about {total:.0f} hours of {args.cpus_per_run} cores each")
         return
 
     ray, slots = connect(args)
-    options = {
-        "num_cpus": args.cpus_per_run,
-        "num_gpus": args.gpus_per_run,
-        "max_retries": 20,
-    }  # of a machine that dies
+    for run in plan:
+        if run.log().exists():  # of an earlier call
+            with open(run.log(), "a") as log:
+                print("\nwaiting", file=log)
+    # Ray tries a run again whose machine dies.
+    options = {"num_cpus": args.cpus_per_run, "num_gpus": args.gpus_per_run, "max_retries": 20}
     task = ray.remote(train).options(**options)
     root = None if args.address else str(ROOT)
     pending = {task.remote(run, root, args.cpus_per_run, args.gpus_per_run, args.retries): run for run in plan}
@@ -331,7 +368,8 @@ def main():
         print("stopping: every run saves a checkpoint; the same command goes on from there", flush=True)
         for reference in pending:
             ray.cancel(reference)
-        ray.wait(list(pending), num_returns=len(pending), timeout=90)
+        if pending:
+            ray.wait(list(pending), num_returns=len(pending), timeout=90)
         raise SystemExit(130) from None
     finally:
         ray.shutdown()
@@ -340,7 +378,8 @@ def main():
         print(f"\n{run.name} failed; the end of {run.log()}:\n{run.failure}")
     if failed:
         raise SystemExit(f"{len(failed)} of {len(plan)} runs failed")
-    command = [sys.executable, "-m", "tools.report", str(args.runs), "--out", str(args.runs / "report")]
+    runs = args.runs.resolve()
+    command = [sys.executable, "-m", "tools.report", str(runs), "--out", str(runs / "report")]
     raise SystemExit(subprocess.run(command, cwd=ROOT).returncode)
 
 

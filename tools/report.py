@@ -36,9 +36,10 @@ class Args:
 
 UPDATES, RATIO, ACCURACY, STEPS = range(4)  # the rows of a run's columns
 AXES = {UPDATES: "updates", STEPS: "environment steps"}
-NOTE = """Mean ± standard deviation over seeds. IQM: interquartile mean with a 95 % stratified bootstrap interval, from
-three seeds on. Dashed lines are where the paper's algorithms end. An update of our A3C follows an episode, one of our
-SAC 32 environment steps; the paper does not say how many steps an update of its SAC follows."""
+NOTE = """Mean ± standard deviation over seeds. IQM: interquartile mean (with three seeds, the mean) with a 95 %
+bootstrap interval, from three seeds on. Dashed lines are where the paper's algorithms end. By default, an update of our
+A3C follows an episode and one of our SAC 32 environment steps; the paper does not say how many steps an update of its
+SAC follows."""
 METRICS = "update env_steps seconds split success_ratio discriminator_accuracy episode_length episode_return".split()
 NAMES = {  # in the paper's order, with the colours of its figures
     "a3c": ("A3C", "tab:gray"),
@@ -131,6 +132,8 @@ def read(path):
     if any(len(row) != len(METRICS) for row in rows):
         raise ValueError("it has a row with missing columns")
     run = {}
+    if not all(np.isfinite([float(row[0]), float(row[1]), float(row[4])]).all() for row in rows):
+        raise ValueError("it has a row with numbers that are not finite")
     for row in rows:
         run.setdefault(row[3], []).append((float(row[0]), 100 * float(row[4]), 100 * float(row[5]), float(row[1])))
     return {split: np.array(sorted(columns)).T for split, columns in run.items()}
@@ -144,6 +147,8 @@ def read_settings(path):
     """The arguments of a run, from the file beside its metrics; nothing if there is none."""
     path = path.with_name("args.json") if path.name == "metrics.csv" else path.with_suffix(".json")
     settings = json.loads(path.read_text()) if path.exists() else {}
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path.name} holds no settings")
     if not settings.get("anneal_lr"):
         settings.pop("total_updates", None)  # then the length of a run does not change its beginning
     return {name: value for name, value in settings.items() if name not in MAY_DIFFER}
@@ -151,8 +156,8 @@ def read_settings(path):
 
 def read_all(paths):
     """Returns {(task, split): {algorithm: {seed: columns}}}, and a line about every file that was skipped."""
-    runs, skipped, first = {}, [], {}
-    for path in sorted(find_files(paths), key=lambda path: -path.stat().st_size):  # the longest run of a seed first
+    runs, skipped, first, found = {}, [], {}, []
+    for path in find_files(paths):
         name = path.parent.name if path.name == "metrics.csv" else path.stem
         parts = name.split("__")
         if len(parts) not in (3, 4):
@@ -163,10 +168,11 @@ def read_all(paths):
             continue
         try:
             run, settings = read(path), read_settings(path)
-        except (ValueError, UnicodeDecodeError, csv.Error) as error:
+        except (ValueError, OSError, csv.Error) as error:
             skipped.append(f"{path}: {error}")
             continue
-        task, algorithm, seed = parts[:3]
+        found.append((-max(columns[UPDATES, -1] for columns in run.values()), path, parts[:3], run, settings))
+    for _, path, (task, algorithm, seed), run, settings in sorted(found, key=lambda run: run[:2]):  # the longest first
         other_path, others = first.setdefault((task, algorithm), (path, settings))
         differing = [name for name in settings if name in others and settings[name] != others[name]]
         if differing:
@@ -287,12 +293,12 @@ def ablation_panels(runs):
     return [(ylabel, runs, column, UPDATES, {}) for ylabel, column in kinds]
 
 
-def single_targets(runs):
+def single_targets(task, runs):
     """Single-target policies, averaged over their targets for each seed, beside the agent of all targets."""
     chosen = {}
     for base in runs.keys() & NAMES.keys():
-        singles = [runs[f"{base}+{goal}"] for goal in envs.goals_of("r3") if f"{base}+{goal}" in runs]
-        for seed in set.intersection(*map(set, singles)) if singles else ():
+        singles = [runs.get(f"{base}+{goal.lower()}", {}) for goal in envs.goals_of(task)]
+        for seed in set.intersection(*map(set, singles)):
             curves = [single[seed] for single in singles]
             points = min((columns[UPDATES] for columns in curves), key=lambda updates: updates[-1])
             mean = [np.mean([np.interp(points, c[UPDATES], c[row]) for c in curves], 0) for row in range(4)]
@@ -354,8 +360,9 @@ def ratio_table(runs, paper, algorithms):
 
 
 def summary_table(runs, family):
-    """All tasks and splits on which every algorithm of a family has runs, taken together."""
-    here = {key: {a: s for a, s in r.items() if a in NAMES} for key, r in runs.items() if key[0][0] == family}
+    """All tasks on which every algorithm of a family has runs, taken together."""
+    seen = {key: algorithms for key, algorithms in runs.items() if key[0][0] == family and key[1] == "seen"}
+    here = {key: {a: seeds for a, seeds in r.items() if a in NAMES} for key, r in seen.items()}
     names = set().union(*here.values())
     common = [key for key, algorithms in here.items() if algorithms.keys() == names]
     if len(common) < 2 or len(names) < 2:
@@ -366,9 +373,10 @@ def summary_table(runs, family):
     for name in in_order(names):
         better = improvement(strata[name], strata[baseline]) if baseline in names and name != baseline else "-"
         mean = np.mean([stratum.mean() for stratum in strata[name]])
-        rows.append([title_of(name), f"{mean:.1f}", robust(strata[name]), better])
-    title = ", ".join(f"{task.upper()} {split}" for task, split in common)
-    header = ["algorithm", "mean, %", "IQM (95 %)", f"P(better than {NAMES[baseline][0]})"]
+        seeds = in_range([len(stratum) for stratum in strata[name]])
+        rows.append([title_of(name), f"{mean:.1f}", robust(strata[name]), better, seeds])
+    title = ", ".join(task.upper() for task, _ in common)
+    header = ["algorithm", "mean, %", "IQM (95 %)", f"P(better than {NAMES[baseline][0]})", "seeds of a task"]
     return [f"## {title} together", table(header, rows)]
 
 
@@ -376,11 +384,10 @@ def efficiency_table(args, task, runs, algorithms):
     """Updates to the reference ratio, SRR and SEI, beside the paper's."""
     reference = args.reference_algorithm if args.reference_algorithm in algorithms else algorithms[0]
     curves = {name: over_seeds(seeds, RATIO)[:2] for name, seeds in runs.items()}
-    steps = {name: over_seeds(seeds, RATIO, STEPS)[:2] for name, seeds in runs.items()}
     paper_ratio, paper_updates = PAPER_UPDATES.get(task, (None, (None,) * 5))
     ratio = args.reference_ratio
     note = "as asked for"
-    if ratio is None and reference in curves:
+    if ratio is None and reference in curves and len(curves[reference][0]):
         ratio, note = curves[reference][1].max(), f"the best of {NAMES[reference][0]}"
     if ratio is None:
         ratio, note = paper_ratio, f"the paper's, because there is no run of {NAMES[reference][0]}"
@@ -393,9 +400,11 @@ def efficiency_table(args, task, runs, algorithms):
         paper = dict(zip(algorithms, paper_updates, strict=True)).get(algorithm)
         ours = [""] * 4
         if algorithm in curves and len(curves[algorithm][0]):
-            count, env_steps = needed[algorithm], first_reached(*steps[algorithm], ratio)
+            count = needed[algorithm]
             ours[0] = f"{count:,.0f}" if count is not None else f"not reached in {curves[algorithm][0][-1]:,.0f}"
-            ours[1] = f"{env_steps:,.0f}" if env_steps is not None else ""
+            if count is not None:
+                steps = [np.interp(count, columns[UPDATES], columns[STEPS]) for columns in runs[algorithm].values()]
+                ours[1] = f"{np.mean(steps):,.0f}"
             if count is not None and reference_updates is not None:
                 ours[2:] = [f"{srr(count, reference_updates):.2f}", f"{sei(count, reference_updates):.2f}"]
         theirs = ["-"] * 3 if paper_reference else []
@@ -432,9 +441,8 @@ def main():
         name = f"{task}_{split}" if two_splits else task
         ends = {name: mean for name, (mean, _) in zip(algorithms, paper, strict=True)}
         success = "success ratio, %"
-        apart = {
-            a for a in here if "+frozen" in a or a.split("+")[-1] in envs.goals_of("r3")
-        }  # in figures of their own
+        # Ablations of the discriminator and single targets have figures of their own.
+        apart = {a for a in here if "+frozen" in a or a.split("+")[-1] in envs.goals_of("r3")}
         curves = {algorithm: seeds for algorithm, seeds in here.items() if algorithm not in apart}
         draw([(title, success, curves, RATIO, axis, ends) for axis in (UPDATES, STEPS)], args.out / f"{name}_success")
         methods = {algorithm: seeds for algorithm, seeds in here.items() if algorithm in NAMES}
@@ -442,7 +450,7 @@ def main():
         accuracies.setdefault(task, []).append((title, "goal-discriminator accuracy, %", here, ACCURACY, UPDATES, {}))
         ablation = frozen_and_unfrozen(here)
         draw([(title, *rest) for rest in ablation_panels(ablation)], args.out / f"{name}_frozen")
-        draw([(title, success, single_targets(here), RATIO, UPDATES, {})], args.out / f"{name}_single_targets")
+        draw([(title, success, single_targets(task, here), RATIO, UPDATES, {})], args.out / f"{name}_single_targets")
         sections += [f"## {title}: success ratio", ratio_table(here, paper, algorithms)]
         efficiency = efficiency_table(args, task, here, algorithms) if split == "seen" else None
         if efficiency:
