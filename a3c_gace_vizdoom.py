@@ -892,7 +892,7 @@ def main():
         wandb.init(project="gace", name=name, id=name, resume="allow", sync_tensorboard=True, config=vars(args))
     if not early.resume:
         open_run(run_folder, new=True)
-    print(f"run folder: {run_folder}")
+    print(f"run folder: {run_folder} (curves: tensorboard --logdir {run_folder.parent})")
     resume = f"python {sys.argv[0]} --resume {run_folder}"
     expected = OSError, FloatingPointError, gym.error.Error, *envs.ENGINE_DIED
     try:

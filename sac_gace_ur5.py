@@ -53,7 +53,7 @@ class Args:
     """auxiliary task: gace (the paper's), ae (autoencoder), curl (contrastive crops), or none (plain SAC)"""
     seed: Annotated[int, (0, 2**31 - 1)] = 1
     """seed of the initial parameters and of all episodes"""
-    total_updates: Count = 200_000
+    total_updates: Count = 20_000
     """updates"""
     paper: bool = False
     """use the paper's settings where it gives them, and plain SAC's elsewhere: --warmup 10000 --learning-rate 7e-5
@@ -931,7 +931,7 @@ def main():
         wandb.init(project="gace", name=name, id=name, resume="allow", sync_tensorboard=True, config=vars(args))
     if not early.resume:
         open_run(run_folder, new=True)
-    print(f"run folder: {run_folder}")
+    print(f"run folder: {run_folder} (curves: tensorboard --logdir {run_folder.parent})")
     resume = f"python {sys.argv[0]} --resume {run_folder}"
     try:
         finished = train(args, run_folder, run)
