@@ -57,15 +57,15 @@ class Args:
     paper: bool = False
     """use the settings of the paper and of its authors' code: --learning-rate 7e-5 --no-anneal-lr --max-grad-norm 10
     --entropy-coef 0.01 --value-coef 0.5 --learning-rate-warmup 0 --adam-epsilon 1e-3 --reward-scale 1 --gae-lambda 1
-    --goal-batch-norm --no-augment --gate-gain 1"""
+    --goal-batch-size 50 --goal-batch-norm --no-augment --gate-gain 1"""
     exp_name: str | None = None
     """name of the algorithm in the run's name, for example a3c+gace+mine; by default built from the flags"""
 
     # The paper's hyperparameters
     warmup: Count = 2_000
     """goal states to collect with a random policy before the first update"""
-    goal_batch_size: Count = 50
-    """goal states in one GACE loss"""
+    goal_batch_size: Count = 16
+    """goal states in one GACE loss (paper: 50)"""
     eta: Weight = 0.5
     """coefficient of the GACE loss (Eq. 9); the paper recommends 0.3 to 0.5"""
     epsilon_n: Ratio = 0.0
@@ -150,7 +150,7 @@ class Args:
 
 PAPER = {"learning_rate": 7e-5, "anneal_lr": False, "max_grad_norm": 10.0, "entropy_coef": 0.01, "value_coef": 0.5}
 PAPER |= {"learning_rate_warmup": 0, "adam_epsilon": 1e-3, "reward_scale": 1.0, "gae_lambda": 1.0}
-PAPER |= {"goal_batch_norm": True, "augment": False, "gate_gain": 1.0}
+PAPER |= {"goal_batch_size": 50, "goal_batch_norm": True, "augment": False, "gate_gain": 1.0}
 
 
 def flag(name):

@@ -178,7 +178,7 @@ def test_frozen_discriminator_gets_no_gradient_but_is_still_measured(gdan, stora
 
 def test_learn_is_equation_9_and_clips(storage):
     """The gradient of the script against the gradient of the total loss, written out."""
-    args = a3c.Args(gdan=True, max_grad_norm=1e6, reward_scale=0.5, entropy_coef=0.02, eta=0.4)
+    args = a3c.Args(gdan=True, max_grad_norm=1e6, reward_scale=0.5, entropy_coef=0.02, eta=0.4, goal_batch_size=50)
     args.value_coef, args.gae_lambda = 0.5, 1.0  # the paper's
     agent = make_agent(gdan=True)
     episode = fake_episode()
