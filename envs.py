@@ -256,6 +256,7 @@ class EngineGuard(threading.Thread):
             with open(queue, "r+b") as file:
                 self.memories.append(mmap.mmap(file.fileno(), 0))
         self.since = None  # when the call under way began
+        self.unlocking = threading.Lock()  # held by this thread, or by the one that closes
         self.closed = False
         self.start()
 
@@ -287,12 +288,16 @@ class EngineGuard(threading.Thread):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def unlock(self):
-        """Unlocks every mutex that a thread of the dead engine owns. A pthread_mutex_t is (lock, count, owner, ...)."""
-        for memory in self.memories:
-            words = np.frombuffer(memory, np.int32, 64)
-            for owner in np.flatnonzero(np.isin(words, self.threads)).tolist():
-                mutex = ctypes.c_char.from_buffer(memory, 4 * (owner - 2))
-                ctypes.CDLL(None).pthread_mutex_unlock(ctypes.byref(mutex))
+        """Unlocks every mutex that a thread of the dead engine owns.
+
+        A pthread_mutex_t is (lock, count, owner, users, kind, ...). A counter in the queue can have the value of a
+        thread, so lock and kind (128: shared by processes) are checked too."""
+        for memory, start in itertools.product(self.memories, range(60)):
+            with self.unlocking:
+                lock, _, owner, _, kind = np.frombuffer(memory, np.int32, 5, 4 * start).tolist()
+                if lock and owner in self.threads and kind == 128:
+                    mutex = ctypes.c_char.from_buffer(memory, 4 * start)
+                    ctypes.CDLL(None).pthread_mutex_unlock(ctypes.byref(mutex))
 
     def close(self):
         """Kills the engine, so that the library does not wait for it."""

@@ -698,6 +698,22 @@ def test_engines_killed_inside_a_step_never_hang_it(monkeypatch, v1):
         killer.join()
 
 
+def test_guard_unlocks_a_mutex_of_the_engine_and_nothing_else(tmp_path):
+    """A counter of the queue passes the number of the engine's thread sooner or later: it is no mutex."""
+    engine = subprocess.Popen(["sleep", "60"])
+    queue = tmp_path / "queue"
+    words = np.zeros(128, np.int32)
+    words[12:17] = 1, 0, engine.pid, 1, 128  # as boost's queue lies in memory: lock, count, owner, users, kind
+    words[22], words[24], words[52] = engine.pid, engine.pid, engine.pid  # counters and an offset
+    queue.write_bytes(words.tobytes())
+    guard = envs.EngineGuard(engine.pid, [queue], 30)
+    guard.close()
+    engine.wait()
+    expected = words.copy()
+    expected[12:17] = 0, 0, 0, 0, 128
+    assert np.fromfile(queue, np.int32).tolist() == expected.tolist()
+
+
 def test_frozen_engine_is_killed(monkeypatch):
     monkeypatch.setenv("GACE_SELF", str(uuid.uuid4()))
     env = envs.DoomEnv("v1", engine_timeout=1)
