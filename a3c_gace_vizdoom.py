@@ -490,7 +490,7 @@ def collect_goal_states(args, split, on_step):
     episode, states, labels = Episode(args, split), [], []
     for seed in itertools.count():
         label = len(labels) % args.classes
-        for blind in (True, False):  # only what is kept is drawn
+        for blind in (True, False):  # images only of what is kept
             episode.begin([2**31 + 1, seed], goal=label % len(envs.ITEMS), blind=blind)
             play(None, [episode], "random", on_step=on_step)
             found = episode.goal_state()
@@ -725,7 +725,7 @@ def new_run(args):
 
 
 def check_form(content, form, path):
-    """Refuses a checkpoint from which no run can be resumed. The agents in results/ are such."""
+    """Refuses a checkpoint that lacks a part of a run, as the agents in results/ do."""
     for name, value in form.items():
         if not isinstance(content.get(name), type(value)):
             raise SystemExit(f"{path} has no {name!r} of a run: it cannot be resumed")
@@ -849,7 +849,7 @@ FIXED = "task gdan aux seed epsilon_n goal_storage_size accuracy_states exp_name
 
 
 def open_run(run_folder, new):
-    """Makes or opens a run folder. Its lock lets only one process train a run; the kernel frees it with the process."""
+    """Makes or opens a run folder. Its lock, which ends with the process, lets only one process train a run."""
     try:
         if new:
             run_folder.mkdir(parents=True)
@@ -879,10 +879,8 @@ def main():
         if getattr(args, name) != getattr(defaults, name):
             raise SystemExit(f"a resumed run keeps its {flag(name)}: {getattr(defaults, name)}")
     if not run_folder:
-        run, run_folder = (
-            new_run(args),
-            Path(args.runs, f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}"),
-        )
+        run = new_run(args)
+        run_folder = Path(args.runs, f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}")
     if args.track:
         try:
             import wandb

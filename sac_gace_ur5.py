@@ -620,7 +620,7 @@ def collect_goal_states(args, split, on_step):
     bar = tqdm(desc=f"states to measure the discriminator ({split})", total=args.accuracy_states, dynamic_ncols=True)
     for seed in itertools.count(2**29):
         label = len(labels) % (len(args.goals) + 1)
-        for blind in (True, False):  # only what is kept is rendered
+        for blind in (True, False):  # images only of what is kept
             player.begin(seed, label % len(args.goals), blind)
             rng = np.random.default_rng(seed)
             while not player.over:
@@ -712,7 +712,7 @@ def new_run(args):
 
 
 def check_form(content, form, path):
-    """Refuses a checkpoint from which no run can be resumed. The agents in results/ are such."""
+    """Refuses a checkpoint that lacks a part of a run, as the agents in results/ do."""
     for name, value in form.items():
         if not isinstance(content.get(name), type(value)):
             raise SystemExit(f"{path} has no {name!r} of a run: it cannot be resumed")
@@ -887,7 +887,7 @@ FIXED = """
 
 
 def open_run(run_folder, new):
-    """Makes or opens a run folder. Its lock lets only one process train a run; the kernel frees it with the process."""
+    """Makes or opens a run folder. Its lock, which ends with the process, lets only one process train a run."""
     try:
         if new:
             run_folder.mkdir(parents=True)
@@ -913,10 +913,8 @@ def main():
         if getattr(args, name) != getattr(defaults, name):
             raise SystemExit(f"a resumed run keeps its {flag(name)}: {getattr(defaults, name)}")
     if not run_folder:
-        run, run_folder = (
-            new_run(args),
-            Path(args.runs, f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}"),
-        )
+        run = new_run(args)
+        run_folder = Path(args.runs, f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}")
         frames = min(args.replay_size, args.warmup + args.total_updates * args.env_steps_per_update)
         disk = next(folder for folder in (run_folder, *run_folder.resolve().parents) if folder.exists())
         room = shutil.disk_usage(disk).free // ReplayBuffer.frame.itemsize

@@ -81,13 +81,14 @@ def answer_of(script, monkeypatch, *arguments):
 
 
 class Run:
-    """A run of a script in a folder of its own, and all processes that it started."""
+    """A run of a script, or of a module, in a folder of its own, and all processes that it started."""
 
     def __init__(self, folder, script, *arguments, **options):
         self.folder, self.marker = folder, f"GACE_TEST={uuid.uuid4()}"
         environment = {**os.environ, "GACE_TEST": self.marker.split("=")[1], "PYTHONPATH": str(ROOT)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-        command = [sys.executable, str(ROOT / script), *map(str, arguments)]
+        program = [str(ROOT / script)] if script.endswith(".py") else ["-m", script]
+        command = [sys.executable, *program, *map(str, arguments)]
         self.process = subprocess.Popen(command, cwd=folder, env=environment, **pipes, **options)
 
     def wait(self, seconds=120):

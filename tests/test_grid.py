@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, parent, processes_with, wait_until
+from helpers import ROOT, Run, parent, processes_with, wait_until
 
 from tools import grid
 
@@ -18,27 +18,11 @@ TINY = "--warmup 120 --total-updates 6 --eval-every 3 --episodes 2 --batch-size 
 TINY += ["--replay-size", "5000", "--accuracy-states", "4", "--checkpoint-every", "1"]
 
 
-class Grid:
-    """A call of tools.grid with all processes that it started."""
+class Grid(Run):
+    """A call of tools.grid."""
 
     def __init__(self, runs, *arguments, extra=TINY):
-        self.marker = f"GACE_TEST={uuid.uuid4()}"
-        environment = {**os.environ, "GACE_TEST": self.marker.split("=")[1]}
-        command = [sys.executable, "-m", "tools.grid", "--runs", str(runs), "--cpus-per-run", "1", *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-        self.process = subprocess.Popen([*command, "--", *extra], cwd=ROOT, env=environment, **pipes)
-
-    def wait(self, seconds=120):
-        self.output = self.process.communicate(timeout=seconds)[0]
-        return self.process.returncode
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for pid in processes_with(self.marker):
-            os.kill(pid, signal.SIGKILL)
-        self.process.communicate()
+        super().__init__(runs, "tools.grid", "--runs", runs, "--cpus-per-run", 1, *arguments, "--", *extra)
 
     def trainings(self):
         """The processes of the scripts."""
