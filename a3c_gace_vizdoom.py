@@ -13,14 +13,16 @@ other workers. The main process logs, evaluates and saves.
 import argparse
 import ctypes
 import fcntl
+import functools
 import io
 import itertools
 import json
+import math
 import os
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
@@ -43,7 +45,9 @@ Ratio = Annotated[float, (0, 1)]
 
 
 @dataclass
-class Args:
+class Method:
+    """Task and method."""
+
     task: Literal["v1", "v2", "v3", "v4"] = "v1"
     """a room (v1), with random textures (v2); a maze (v3), with random textures (v4)"""
     gdan: bool = False
@@ -61,7 +65,11 @@ class Args:
     exp_name: str | None = None
     """name of the algorithm in the run's name, for example a3c+gace+mine; by default built from the flags"""
 
-    # The paper's hyperparameters
+
+@dataclass
+class Hyperparameters:
+    """The paper's hyperparameters."""
+
     warmup: Count = 2_000
     """goal states to collect with a random policy before the first update"""
     goal_batch_size: Count = 16
@@ -83,7 +91,11 @@ class Args:
     num_envs: Count = 20
     """environments, divided among the workers (paper: 20 workers with one each)"""
 
-    # What the paper leaves out
+
+@dataclass
+class LeftOut:
+    """What the paper leaves out."""
+
     num_workers: Count = min(20, os.cpu_count() or 1)
     """worker processes; by default one per core, at most 20"""
     anneal_lr: bool = True
@@ -110,7 +122,11 @@ class Args:
     freeze_discriminator_at: Annotated[int | None, (1, 10**9)] = None
     """ablation: no GACE loss and fixed discriminator weights after this many updates"""
 
-    # Evaluation, logging, resuming
+
+@dataclass
+class Logging:
+    """Evaluation, logging, resuming."""
+
     eval_every: Count = 10_000
     """updates between two evaluations"""
     episodes: Count = 500
@@ -125,8 +141,17 @@ class Args:
     """continue the run in this folder with its own arguments; arguments given now replace them"""
     track: bool = False
     """also log to Weights and Biases (needs `pip install wandb`)"""
+    wandb_project_name: str = "gace"
+    """project in Weights and Biases"""
+    wandb_entity: str | None = None
+    """team or user in Weights and Biases"""
     cuda: bool = True
     """use a GPU if there is one"""
+
+
+@dataclass
+class Args(Logging, LeftOut, Hyperparameters, Method):
+    """All flags. Each base class is a group in --help."""
 
     def __post_init__(self):
         for name, kind in get_type_hints(Args, include_extras=True).items():
@@ -136,39 +161,64 @@ class Args:
             for low, high in getattr(kind, "__metadata__", ()):
                 if value is not None and not low <= value <= high:
                     raise SystemExit(f"{flag(name)} must be between {low} and {high}, not {value}")
-        if (self.gdan or self.freeze_discriminator_at) and self.aux != "gace":
-            raise SystemExit(f"--gdan and --freeze-discriminator-at need --aux gace, not {self.aux}")
+        for other, value, names in NEEDS:  # a flag without effect is refused
+            for name in names.split() if getattr(self, other) != value else ():
+                if getattr(self, name) not in (getattr(Args, name), PAPER.get(name)):
+                    raise SystemExit(f"{flag(name)} needs {flag(other)}" + ("" if value is True else f" {value}"))
         if self.exp_name and ("/" in self.exp_name or "__" in self.exp_name):
             raise SystemExit("--exp-name must not contain / or __")
         self.num_workers = min(self.num_workers, self.num_envs)
-
-    @property
-    def classes(self):
-        """The classes of the goal-discriminator: the goals, and the negatives if there are any."""
-        return len(envs.ITEMS) + (self.epsilon_n > 0)
 
 
 PAPER = {"learning_rate": 7e-5, "anneal_lr": False, "max_grad_norm": 10.0, "entropy_coef": 0.01, "value_coef": 0.5}
 PAPER |= {"learning_rate_warmup": 0, "adam_epsilon": 1e-3, "reward_scale": 1.0, "gae_lambda": 1.0}
 PAPER |= {"goal_batch_size": 50, "goal_batch_norm": True, "augment": False, "gate_gain": 1.0}
 
+GACE_FLAGS = "gdan warmup goal_batch_size eta epsilon_n goal_batch_norm augment goal_storage_size accuracy_states"
+NEEDS = [
+    ("aux", "gace", f"{GACE_FLAGS} freeze_discriminator_at"),
+    ("aux", "vae", "vae_coef"),
+    ("track", True, "wandb_project_name wandb_entity"),
+]
+
 
 def flag(name):
     return "--" + name.replace("_", "-")
 
 
+def make_env(task, split="seen"):
+    """Makes the environment. To train on your own, change this function and `Method.task`."""
+    return gym.make(f"gace/{task.upper()}-v0", split=split)
+
+
+@functools.cache
+def sizes(task):
+    """The shape of an image, the number of goals and the number of actions."""
+    env = make_env(task)
+    return env.observation_space["image"].shape, int(env.observation_space["goal"].n), int(env.action_space.n)
+
+
 # ------------------------------------------------------------------------------------------------------------ networks
+
+
+def halvings(image_shape):
+    """Height and width of an image, and of the output of each of the four convolutions."""
+    found = [image_shape[1:]]
+    for _ in range(4):
+        found.append(tuple((side + 1) // 2 for side in found[-1]))
+    return found
 
 
 class FeatureExtractor(nn.Module):
     """sigma: encodes an image as e (Eq. 1)."""
 
-    def __init__(self):
+    def __init__(self, image_shape):
         super().__init__()
-        channels = (16, 32, 32, 64, 64)
+        channels = (image_shape[0], 32, 32, 64, 64)
         self.convs = nn.ModuleList(nn.Conv2d(i, o, 3, 2, 1) for i, o in zip(channels[:-1], channels[1:], strict=True))
         self.norms = nn.ModuleList(nn.BatchNorm2d(o, track_running_stats=False) for o in channels[1:])
-        self.linear = nn.Linear(64 * 3 * 3, 256)
+        height, width = halvings(image_shape)[-1]
+        self.linear = nn.Linear(64 * height * width, 256)
 
     def forward(self, images, per_frame):
         """Encodes images (batch, 16, 42, 42); each is normalised by itself if `per_frame`, else over the batch."""
@@ -239,37 +289,39 @@ class ActorCritic(nn.Module):
 class VAE(nn.Module):
     """The head of the A3C+VAE baseline: maps an encoding to a Gaussian latent and decodes it to an image."""
 
-    def __init__(self, latent=64):
+    def __init__(self, image_shape, latent=64):
         super().__init__()
+        *larger, smallest = halvings(image_shape)
         self.gaussian = nn.Linear(256, 2 * latent)
-        self.linear = nn.Linear(latent, 64 * 3 * 3)
-        self.deconvs = nn.Sequential(
-            nn.ConvTranspose2d(64, 64, 3, 2, 1, output_padding=1),  # 3 to 6
-            nn.ReLU(),
-            nn.ConvTranspose2d(64, 32, 3, 2, 1),  # 6 to 11
-            nn.ReLU(),
-            nn.ConvTranspose2d(32, 32, 3, 2, 1),  # 11 to 21
-            nn.ReLU(),
-            nn.ConvTranspose2d(32, 16, 3, 2, 1, output_padding=1),  # 21 to 42
+        self.linear = nn.Sequential(nn.Linear(latent, 64 * math.prod(smallest)), nn.Unflatten(1, (64, *smallest)))
+        channels = (64, 64, 32, 32, image_shape[0])
+        self.deconvs = nn.ModuleList(
+            nn.ConvTranspose2d(i, o, 3, 2, 1, output_padding=[1 - side % 2 for side in size])  # twice the size
+            for i, o, size in zip(channels[:-1], channels[1:], reversed(larger), strict=True)
         )
 
     def forward(self, features):
         mean, log_variance = self.gaussian(features).chunk(2, -1)
         latent = mean + torch.exp(0.5 * log_variance) * torch.randn_like(mean)
-        images = self.deconvs(F.relu(self.linear(latent)).view(-1, 64, 3, 3))
+        images = self.linear(latent)
+        for deconv in self.deconvs:
+            images = deconv(F.relu(images))
         return images, mean, log_variance
 
 
 class Agent(nn.Module):
     """All networks of one agent."""
 
-    def __init__(self, args, actions=3):
+    def __init__(self, args):
         super().__init__()
-        self.feature_extractor = FeatureExtractor()
-        self.goal_discriminator = GoalDiscriminator(args.classes)
-        self.actor_critic = ActorCritic(len(envs.ITEMS), actions, args.gdan)
+        image_shape, goals, actions = sizes(args.task)
+        if args.aux == "rad":
+            image_shape = crop(np.zeros(image_shape)).shape
+        self.feature_extractor = FeatureExtractor(image_shape)
+        self.goal_discriminator = GoalDiscriminator(goals + (args.epsilon_n > 0))  # with a class for negatives
+        self.actor_critic = ActorCritic(goals, actions, args.gdan)
         self.goal_batch_norm = args.goal_batch_norm
-        self.vae = VAE() if args.aux == "vae" else None
+        self.vae = VAE(image_shape) if args.aux == "vae" else None
         # Orthogonal weights and no biases: with PyTorch's initialisation, the policy hardly depends on the state.
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1 and "embedding" not in name:
@@ -312,10 +364,10 @@ class Agent(nn.Module):
 class GoalStorage:
     """A ring of goal states and their labels in a file, shared by all workers."""
 
-    record_bytes = 16 * 42 * 42 + 1  # a state and its label
-
-    def __init__(self, path, capacity, count, lock):
+    def __init__(self, path, image_shape, capacity, count, lock):
         self.file = os.open(path, os.O_RDWR | os.O_CREAT)
+        self.image_shape = image_shape
+        self.record_bytes = math.prod(image_shape) + 1  # a state and its label
         self.capacity, self.lock = capacity, lock
         self.count = count  # goal states ever added: a shared tensor
 
@@ -334,16 +386,17 @@ class GoalStorage:
         records = np.empty((batch_size, self.record_bytes), np.uint8)
         for record, slot in zip(records, rng.integers(len(self), size=batch_size).tolist(), strict=True):
             os.preadv(self.file, [record], slot * self.record_bytes)
-        return records[:, :-1].reshape(-1, 16, 42, 42), records[:, -1].astype(np.int64)
+        return records[:, :-1].reshape(-1, *self.image_shape), records[:, -1].astype(np.int64)
 
 
 def augmented(states, rng, shift=3):
     """Mirrors states left to right with probability 0.5 and shifts them by up to 3 pixels; the edges are repeated."""
     padded = np.pad(states, ((0, 0), (0, 0), (shift, shift), (shift, shift)), "edge")
     changed = np.empty_like(states)
+    height, width = states.shape[2:]
     for new, old, mirrored in zip(changed, padded, rng.random(len(states)) < 0.5, strict=True):
         y, x = rng.integers(2 * shift + 1, size=2)
-        new[:] = old[:, y : y + 42, x : x + 42][..., :: -1 if mirrored else 1]
+        new[:] = old[:, y : y + height, x : x + width][..., :: -1 if mirrored else 1]
     return changed
 
 
@@ -393,40 +446,39 @@ def vae_loss(vae, features, images):
 
 # ------------------------------------------------------------------------------------------------------------- playing
 
-CROP = 36  # RAD: pixels of 42, about the ratio of RAD's 84 of 100
 
-
-def crop(image, corner=(3, 3)):
-    """Crops an image (..., 42, 42), by default in the middle."""
-    y, x = corner
-    return image[..., y : y + CROP, x : x + CROP]
+def crop(image, place=(0.5, 0.5)):
+    """RAD: crops 6/7 of height and width (RAD: 84 of 100 pixels), at a place from (0, 0), the upper left, to (1, 1)."""
+    height, width = image.shape[-2:]
+    y, x = (int(share * (side - side * 6 // 7 + 1)) for share, side in zip(place, (height, width), strict=True))
+    return image[..., y : y + height * 6 // 7, x : x + width * 6 // 7]
 
 
 class Episode:
     """One environment and its current episode."""
 
     def __init__(self, args, split="seen"):
-        self.rad = args.aux == "rad"
-        self.env = gym.make(f"gace/{args.task.upper()}-v0", split=split)
+        self.rad, self.env = args.aux == "rad", make_env(args.task, split)
+        _, self.num_goals, self.num_actions = sizes(args.task)
 
     def begin(self, seed, goal=None, center_crop=False, blind=False):
         self.seed, self.rng = seed, np.random.default_rng(seed)
         self.images, self.actions, self.rewards = [], [], []
         # RAD: one crop per episode, because the LSTM compares the frames of an episode.
-        self.corner = (3, 3) if center_crop else self.rng.integers(42 - CROP + 1, size=2)
+        self.place = (0.5, 0.5) if center_crop else self.rng.random(2)
         options = {"blind": blind} | ({} if goal is None else {"goal": goal})
         observation, _ = self.env.reset(seed=int(self.rng.integers(2**31)), options=options)
         self.goal, self.image, self.over = int(observation["goal"]), self.view(observation), False
 
     def view(self, observation):
-        return crop(observation["image"], self.corner) if self.rad else observation["image"]
+        return crop(observation["image"], self.place) if self.rad else observation["image"]
 
     def step(self, action):
-        observation, reward, terminated, truncated, self.info = self.env.step(action)
+        observation, reward, self.terminated, truncated, self.info = self.env.step(action)
         self.images.append(self.image)
         self.actions.append(action)
         self.rewards.append(reward)
-        self.image, self.over = self.view(observation), terminated or truncated
+        self.image, self.over = self.view(observation), self.terminated or truncated
 
     def goal_state(self):
         """Auto-labelling: returns the state to store and its label, or None.
@@ -438,7 +490,7 @@ class Episode:
             return None
         if self.info["is_success"]:
             return self.images[-2], self.goal
-        return (self.images[-1], len(envs.ITEMS)) if self.info["reached"] < 0 else None
+        return None if self.terminated else (self.images[-1], self.num_goals)
 
     @property
     def usable(self):  # the authors use no episodes of one step
@@ -457,7 +509,7 @@ def play(agent, episodes, policy, device="cpu", on_step=lambda: None):
             logits, _, memory = agent.act(images, goals, memory)
             logits = logits.cpu().numpy()
         if policy != "greedy":  # adding Gumbel noise and taking the maximum draws from the softmax
-            noise = np.stack([episode.rng.gumbel(size=3) for episode in episodes])
+            noise = np.stack([episode.rng.gumbel(size=episode.num_actions) for episode in episodes])
         for episode, action in zip(episodes, np.argmax(logits + noise, -1).tolist(), strict=True):
             episode.step(action)
         if any(episode.over for episode in episodes):
@@ -468,7 +520,7 @@ def play(agent, episodes, policy, device="cpu", on_step=lambda: None):
 def evaluate(args, agent, split, goal_states, goal=None, on_step=lambda: None, num_envs=8):
     """Plays the same `args.episodes` episodes every time, with the most likely action. Returns a row of metrics."""
     episodes = [Episode(args, split) for _ in range(min(num_envs, args.episodes))]
-    results = []
+    results, bar = [], tqdm(desc=f"evaluating {split}", total=args.episodes, unit=" episodes", **BAR, leave=False)
     for first in range(0, args.episodes, len(episodes)):
         batch = dict(enumerate(episodes[: args.episodes - first], first))
         while batch:
@@ -478,6 +530,8 @@ def evaluate(args, agent, split, goal_states, goal=None, on_step=lambda: None, n
             played = [episode for episode in batch.values() if "engine_died" not in episode.info]
             results += [(episode.info["is_success"], len(episode.rewards), sum(episode.rewards)) for episode in played]
             batch = {seed: episode for seed, episode in batch.items() if "engine_died" in episode.info}
+            bar.update(len(played))
+    bar.close()
     for episode in episodes:
         episode.env.close()
     row = dict(zip(("success_ratio", "episode_length", "episode_return"), np.mean(results, 0).tolist(), strict=True))
@@ -489,9 +543,9 @@ def collect_goal_states(args, split, on_step):
     """Goal states of a random policy, equally many of each class. They are the same in every run."""
     episode, states, labels = Episode(args, split), [], []
     for seed in itertools.count():
-        label = len(labels) % args.classes
+        label = len(labels) % (episode.num_goals + (args.epsilon_n > 0))
         for blind in (True, False):  # images only of what is kept
-            episode.begin([2**31 + 1, seed], goal=label % len(envs.ITEMS), blind=blind)
+            episode.begin([2**31 + 1, seed], goal=label % episode.num_goals, blind=blind)
             play(None, [episode], "random", on_step=on_step)
             found = episode.goal_state()
             if not found or found[1] != label:
@@ -553,10 +607,10 @@ def learn(args, agent, gradient, episode, storage, frozen, device):
         states, labels = storage.sample(args.goal_batch_size, episode.rng)
         states = augmented(states, episode.rng) if args.augment else states
         states, labels = torch.from_numpy(states).to(device), torch.from_numpy(labels).to(device)
-        if labels.max() >= args.classes:
-            raise OSError("goals.bin is damaged: it holds labels of no goal")
         with torch.set_grad_enabled(not frozen):
             goal_logits = agent.classify(states)
+            if labels.max() >= goal_logits.shape[-1]:
+                raise OSError("goals.bin is damaged: it holds labels of no goal")
             report["losses/gace_loss"] = gace_loss(goal_logits, labels)
         report["losses/batch_accuracy"] = (goal_logits.argmax(-1) == labels).float().mean()
         loss = loss + args.eta * report["losses/gace_loss"]  # Eq. 9
@@ -592,7 +646,8 @@ def worker(index, args, run_folder, adam, counters, totals, snapshot, lock):
     (parameters,) = adam.param_groups[0]["params"]
     discriminator_start = agent.goal_discriminator.hidden.weight.storage_offset()
     discriminator_end = discriminator_start + sum(p.numel() for p in agent.goal_discriminator.parameters())
-    storage = GoalStorage(run_folder / "goals.bin", args.goal_storage_size, counters["goals"], lock)
+    image_shape = sizes(args.task)[0]
+    storage = GoalStorage(run_folder / "goals.bin", image_shape, args.goal_storage_size, counters["goals"], lock)
     episodes = [Episode(args) for _ in range(index, args.num_envs, args.num_workers)]
 
     while not counters["stop"] and counters["updates"] < args.total_updates:
@@ -627,7 +682,7 @@ def worker(index, args, run_folder, adam, counters, totals, snapshot, lock):
                 update = int(counters["updates"])
             report = {
                 "charts/success_ratio": success,
-                "charts/nongoal_ratio": episode.info["reached"] >= 0 and not success,
+                "charts/nongoal_ratio": episode.terminated and not success,
                 "charts/episodic_length": len(episode.rewards),
                 "charts/episodic_return": sum(episode.rewards),
             }
@@ -661,6 +716,7 @@ def follow_main_process():
 
 METRICS = "update env_steps seconds split success_ratio discriminator_accuracy episode_length episode_return".split()
 COUNTERS = "updates env_steps episodes goals successes".split()
+BAR = {"dynamic_ncols": True, "mininterval": 0.5}
 REPORTED = """
     charts/success_ratio charts/nongoal_ratio charts/episodic_length charts/episodic_return charts/learning_rate
     losses/policy_loss losses/value_loss losses/entropy losses/values losses/gace_loss losses/batch_accuracy
@@ -762,6 +818,7 @@ def train(args, run_folder, run):
     writer = SummaryWriter(run_folder, purge_step=int(counters["updates"]) + 1)
     writer.add_text("hyperparameters", "|name|value|\n|-|-|\n" + "".join(f"|{k}|{v}|\n" for k, v in vars(args).items()))
     bar, means, logged, saved = None, {}, totals.sum(0), -np.inf
+    logged_at, logged_steps = time.monotonic(), int(counters["env_steps"])
 
     def save():
         nonlocal saved
@@ -772,7 +829,7 @@ def train(args, run_folder, run):
 
     def log():
         """Shows the progress, logs and saves. Raises the error of a worker, and KeyboardInterrupt after a signal."""
-        nonlocal bar, means, logged
+        nonlocal bar, means, logged, logged_at, logged_steps
         if signals:
             raise KeyboardInterrupt
         if any(process.exitcode for process in workers.processes):
@@ -781,14 +838,16 @@ def train(args, run_folder, run):
         update, sums = int(counters["updates"]), totals.sum(0)
         if sums[0, 1] - logged[0, 1] >= 500:  # episodes
             means = {k: total / n for k, (total, n) in zip(REPORTED, (sums - logged).tolist(), strict=True) if n}
-            logged = sums
-            for name, number in means.items() if update else ():
+            now, steps = time.monotonic(), int(counters["env_steps"])
+            speed = {"charts/env_steps": steps, "charts/SPS": (steps - logged_steps) / (now - logged_at)}
+            for name, number in (means | speed).items() if update else ():
                 writer.add_scalar(name, number, update)
+            logged, logged_at, logged_steps = sums, now, steps
         done, total, unit = update, args.total_updates, " updates"
         if args.aux == "gace" and not update:  # the warm-up
             done, total, unit = int(counters["successes"]), args.warmup, " goal states"
         if not bar or bar.unit != unit:
-            bar = tqdm(total=total, initial=done, unit=unit, dynamic_ncols=True, mininterval=0.5)
+            bar = tqdm(total=total, initial=done, unit=unit, **BAR)
         if means:
             bar.set_postfix_str(f"success {means['charts/success_ratio']:.1%}", refresh=False)
         bar.update(min(done, total) - bar.n)
@@ -860,6 +919,15 @@ def open_run(run_folder, new):
         raise SystemExit(f"cannot use the run folder {run_folder}: {error.strerror}") from None
 
 
+def read_flags(defaults):
+    """Reads the command line."""
+    groups = [kind for kind in reversed(Args.__mro__[1:]) if is_dataclass(kind)]
+    flags = make_dataclass("Flags", [(kind.__name__, kind) for kind in groups])
+    given = flags(*(kind(**{f.name: getattr(defaults, f.name) for f in fields(kind)}) for kind in groups))
+    given = tyro.cli(flags, description=__doc__, default=given, config=(tyro.conf.OmitArgPrefixes,))
+    return Args(**{name: value for group in vars(given).values() for name, value in vars(group).items()})
+
+
 def main():
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # these two change the defaults of the others
     early.add_argument("--resume", type=Path)
@@ -871,10 +939,10 @@ def main():
         run, defaults, _ = load_checkpoint(run_folder / "checkpoint.pt")
         check_form(run, new_run(defaults), run_folder / "checkpoint.pt")
         goals = run_folder / "goals.bin"
-        stored = min(run["counters"]["goals"], defaults.goal_storage_size) * GoalStorage.record_bytes
+        stored = min(run["counters"]["goals"], defaults.goal_storage_size) * (math.prod(sizes(defaults.task)[0]) + 1)
         if (goals.stat().st_size if goals.exists() else 0) < stored:
             raise SystemExit(f"{run_folder}/goals.bin has lost goal states: the run cannot be resumed")
-    args = tyro.cli(Args, description=__doc__, default=defaults)
+    args = read_flags(defaults)
     for name in FIXED if run_folder else ():
         if getattr(args, name) != getattr(defaults, name):
             raise SystemExit(f"a resumed run keeps its {flag(name)}: {getattr(defaults, name)}")
@@ -887,12 +955,16 @@ def main():
         except ImportError:
             raise SystemExit("--track needs Weights and Biases: pip install wandb") from None
         name = run_folder.name
-        wandb.init(project="gace", name=name, id=name, resume="allow", sync_tensorboard=True, config=vars(args))
+        account = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+        wandb.init(**account, name=name, id=name, resume="allow", sync_tensorboard=True, config=vars(args))
     if not early.resume:
         open_run(run_folder, new=True)
-    print(f"run folder: {run_folder} (curves: tensorboard --logdir {run_folder.parent})")
+    print(f"Training {algorithm(args)} on {args.task}, seed {args.seed}. The bar counts updates, one per episode.")
+    if args.aux == "gace" and not run["counters"]["updates"]:
+        print(f"First comes the warm-up: a random policy collects {args.warmup:,} goal states.")
+    print(f"run folder: {run_folder} (curves: tensorboard --logdir {run_folder.parent})\nCtrl-C saves and stops.")
     resume = f"python {sys.argv[0]} --resume {run_folder}"
-    expected = OSError, FloatingPointError, gym.error.Error, *envs.ENGINE_DIED
+    expected = OSError, FloatingPointError, gym.error.Error
     try:
         finished = train(args, run_folder, run)
     except (mp.ProcessRaisedException, mp.ProcessExitedException, *expected) as error:  # the last checkpoint stays
@@ -901,7 +973,10 @@ def main():
         if last.split(":")[0].split(".")[-1] in [kind.__name__ for kind in expected]:
             problem = last  # a worker's traceback tells nothing more
         raise SystemExit(f"{problem}\nThe run stopped. Resume with: {resume}") from None
-    print(f"watch the agent: python -m tools.enjoy {run_folder}/checkpoint.pt" if finished else f"resume: {resume}")
+    if finished:
+        print(f"results: {run_folder}/metrics.csv\nwatch the agent: python -m tools.enjoy {run_folder}/checkpoint.pt")
+    else:
+        print(f"resume: {resume}")
 
 
 if __name__ == "__main__":

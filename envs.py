@@ -8,7 +8,7 @@
     observation, info = env.reset(seed=1, options={"goal": "Bonus"})
 
 An observation is {"image": uint8 (channels, height, width), "goal": index}. Reaching the goal or another target ends
-the episode, and its last `info` says `is_success` and `reached` (a class index, or -1). An episode is a pure function
+the episode. The `info` of a step says `is_success` and `reached` (a class index, or -1). An episode is a pure function
 of its seed and its actions: nothing in it comes from a clock or from the engine's own random numbers.
 """
 
@@ -104,7 +104,7 @@ class MultiTargetEnv(gym.Env):
         elif truncated:
             step_cost += self.rewards["timeout"]
         self.running = not (terminated or truncated)
-        info = {} if self.running else {"is_success": reached == self.goal, "reached": reached}
+        info = {"is_success": reached == self.goal, "reached": reached}
         return self.observation(), step_cost, terminated, truncated, info
 
 
@@ -403,7 +403,10 @@ class DoomEnv(MultiTargetEnv):
             self.load_map(textmap, engine_seed)
         except ENGINE_DIED:
             self.close()
-            self.load_map(textmap, engine_seed)  # by a new engine
+            try:
+                self.load_map(textmap, engine_seed)  # by a new engine
+            except ENGINE_DIED as error:
+                raise gym.error.Error(f"the Doom engine died twice in a row: {error}") from None
         self.steps, self.running = 0, True
         self.safe_tics = 0
         self.image = np.tile(shrink(self.frame), (TICS, 1, 1))
@@ -778,6 +781,6 @@ class UR5Env(MultiTargetEnv):
         self.renderer = self.large_renderer = None
 
 
-for tasks, entry_point in ((V_TASKS, "DoomEnv"), (R_TASKS, "UR5Env")):
-    for task in tasks:
-        gym.register(f"gace/{task.upper()}-v0", entry_point=f"{__name__}:{entry_point}", kwargs={"task": task})
+for task in (*V_TASKS, *R_TASKS):
+    entry_point, steps = ("DoomEnv", V_TASKS[task][2]) if task in V_TASKS else ("UR5Env", UR5Env.max_steps)
+    gym.register(f"gace/{task.upper()}-v0", f"{__name__}:{entry_point}", max_episode_steps=steps, kwargs={"task": task})

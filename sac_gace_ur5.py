@@ -13,16 +13,18 @@ import argparse
 import copy
 import ctypes
 import fcntl
+import functools
 import io
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
 import sys
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
@@ -44,7 +46,9 @@ Ratio = Annotated[float, (0, 1)]
 
 
 @dataclass
-class Args:
+class Method:
+    """Task and method."""
+
     task: Literal["r1", "r2", "r3"] = "r1"
     """three boxes (r1), with random checkered backgrounds (r2); three boxes of five colours (r3)"""
     gdan: bool = False
@@ -57,11 +61,15 @@ class Args:
     """updates"""
     paper: bool = False
     """use the paper's settings where it gives them, and plain SAC's elsewhere: --warmup 10000 --learning-rate 7e-5
-    --n-step 1 --action-penalty 0 --num-envs 1 --env-steps-per-update 1"""
+    --n-step 1 --action-penalty 0 --no-augment --num-envs 1 --env-steps-per-update 1"""
     exp_name: str | None = None
     """name of the algorithm in the run's name, for example sac+gace+mine; by default built from the flags"""
 
-    # The paper's hyperparameters
+
+@dataclass
+class Hyperparameters:
+    """The paper's hyperparameters."""
+
     warmup: Count = 50_000
     """environment steps with a random policy before the first update (paper: 10,000)"""
     epsilon_n: Ratio = 0.05
@@ -89,7 +97,11 @@ class Args:
     entropy_coef: Weight = 0.01
     """temperature of the gaussian policy"""
 
-    # What the paper leaves out
+
+@dataclass
+class LeftOut:
+    """What the paper leaves out."""
+
     policy: Literal["deterministic", "gaussian"] = "deterministic"
     """deterministic: tanh(mean) plus clipped Gaussian noise, no entropy term (the paper's); gaussian: SAC's own"""
     exploration_noise: Weight = 0.2
@@ -107,12 +119,18 @@ class Args:
     loss (SAC+AE has a second optimiser for the AE loss)"""
     curl_coef: Weight = 0.02
     """coefficient of the CURL loss, chosen in the same way (CURL too has a second optimiser)"""
+    augment: bool = True
+    """mirror and shift the goal states of a GACE loss at random; without it, the discriminator memorises them"""
     concat_query: bool = False
     """ablation: concatenate the query of GDAN with the features, without attention (needs --gdan)"""
     fixed_goal: str | None = None
     """ablation: a single-target policy, for this goal only: red, green, blue ..."""
 
-    # Evaluation, logging, resuming
+
+@dataclass
+class Logging:
+    """Evaluation, logging, resuming."""
+
     eval_every: Count = 5_000
     """updates between two evaluations"""
     episodes: Count = 100
@@ -127,8 +145,17 @@ class Args:
     """continue the run in this folder with its own arguments; arguments given now replace them"""
     track: bool = False
     """also log to Weights and Biases (needs `pip install wandb`)"""
+    wandb_project_name: str = "gace"
+    """project in Weights and Biases"""
+    wandb_entity: str | None = None
+    """team or user in Weights and Biases"""
     cuda: bool = True
     """use a GPU if there is one"""
+
+
+@dataclass
+class Args(Logging, LeftOut, Hyperparameters, Method):
+    """All flags. Each base class is a group in --help."""
 
     def __post_init__(self):
         for name, kind in get_type_hints(Args, include_extras=True).items():
@@ -138,52 +165,75 @@ class Args:
             for low, high in getattr(kind, "__metadata__", ()):
                 if value is not None and not low <= value <= high:
                     raise SystemExit(f"{flag(name)} must be between {low} and {high}, not {value}")
-        if self.gdan and self.aux != "gace":
-            raise SystemExit(f"--gdan needs --aux gace, not {self.aux}")
+        for other, value, names in NEEDS:  # a flag without effect is refused
+            for name in names.split() if getattr(self, other) != value else ():
+                if getattr(self, name) not in (getattr(Args, name), PAPER.get(name)):
+                    raise SystemExit(f"{flag(name)} needs {flag(other)}" + ("" if value is True else f" {value}"))
         if self.exp_name and ("/" in self.exp_name or "__" in self.exp_name):
             raise SystemExit("--exp-name must not contain / or __")
-        if self.concat_query and not self.gdan:
-            raise SystemExit("--concat-query replaces the attention of GDAN: add --gdan")
         self.fixed_goal = self.fixed_goal and self.fixed_goal.lower()
-        if self.fixed_goal not in (None, *self.goals):
-            raise SystemExit(f"unknown goal {self.fixed_goal!r}; use one of {', '.join(self.goals)}")
+        if self.fixed_goal not in (None, *envs.goals_of(self.task)):
+            raise SystemExit(f"unknown goal {self.fixed_goal!r}; use one of {', '.join(envs.goals_of(self.task))}")
         if self.num_envs > self.env_steps_per_update:
             raise SystemExit(f"{self.num_envs} environments need --env-steps-per-update {self.num_envs} or more")
-        smallest = self.num_envs * (envs.UR5Env.max_steps + 1)  # all episodes under way
+        smallest = 4 * self.num_envs  # of two steps in a row, one is usable
         if self.replay_size < smallest:
             raise SystemExit(f"{self.num_envs} environments need a --replay-size of at least {smallest}")
 
-    @property
-    def goals(self):
-        return envs.goals_of(self.task)
 
+PAPER = dict(warmup=10_000, learning_rate=7e-5, n_step=1, action_penalty=0.0, augment=False, num_envs=1)
+PAPER["env_steps_per_update"] = 1
 
-PAPER = dict(warmup=10_000, learning_rate=7e-5, n_step=1, action_penalty=0.0, num_envs=1, env_steps_per_update=1)
+NEEDS = [
+    ("aux", "gace", "gdan goal_batch_size eta epsilon_n augment goal_storage_size accuracy_states"),
+    ("aux", "ae", "ae_coef"),
+    ("aux", "curl", "curl_coef"),
+    ("policy", "deterministic", "exploration_noise"),
+    ("policy", "gaussian", "entropy_coef"),
+    ("gdan", True, "concat_query"),
+    ("track", True, "wandb_project_name wandb_entity"),
+]
 
 
 def flag(name):
     return "--" + name.replace("_", "-")
 
 
+def make_env(task, split="seen"):
+    """Makes the environment. To train on your own, change this function and `Method.task`."""
+    return gym.make(f"gace/{task.upper()}-v0", split=split)
+
+
+@functools.cache
+def sizes(task):
+    """The shape of an image, the number of goals and the numbers in an action."""
+    env = make_env(task)
+    return env.observation_space["image"].shape, int(env.observation_space["goal"].n), env.action_space.shape[0]
+
+
 # ------------------------------------------------------------------------------------------------------------ networks
 
-SIDE = 84  # pixels of an image
-CROP = 72  # CURL: pixels of 84, about the ratio of CURL's 84 of 100
+
+def halvings(image_shape):
+    """Height and width of an image, and of the output of each of the four convolutions."""
+    found = [image_shape[1:]]
+    for _ in range(4):
+        found.append(tuple((side + 1) // 2 for side in found[-1]))
+    return found
 
 
 class FeatureExtractor(nn.Module):
     """sigma: encodes an image as e (Eq. 1), with the convolutions of the navigation model."""
 
-    def __init__(self, side, hidden_size):
+    def __init__(self, image_shape, hidden_size):
         super().__init__()
-        channels = (3, 32, 32, 64, 64)
+        channels = (image_shape[0], 32, 32, 64, 64)
         self.convs = nn.ModuleList(  # without biases: the normalisation would take them away again
             nn.Conv2d(i, o, 3, 2, 1, bias=False) for i, o in zip(channels[:-1], channels[1:], strict=True)
         )
         self.norms = nn.ModuleList(nn.BatchNorm2d(o) for o in channels[1:])
-        for _ in self.convs:
-            side = (side + 1) // 2
-        self.linear = nn.Linear(64 * side * side, hidden_size)
+        height, width = halvings(image_shape)[-1]
+        self.linear = nn.Linear(64 * height * width, hidden_size)
         self.layer_norm = nn.LayerNorm(hidden_size)
 
     def forward(self, images):
@@ -290,35 +340,36 @@ class Critic(nn.Module):
 class Decoder(nn.Module):
     """The head of the SAC+AE baseline: decodes features to an image."""
 
-    def __init__(self, hidden_size):
+    def __init__(self, image_shape, hidden_size):
         super().__init__()
-        self.linear = nn.Linear(hidden_size, 64 * 6 * 6)
-        self.deconvs = nn.Sequential(
-            nn.ConvTranspose2d(64, 64, 3, 2, 1),  # 6 to 11
-            nn.ReLU(),
-            nn.ConvTranspose2d(64, 32, 3, 2, 1),  # 11 to 21
-            nn.ReLU(),
-            nn.ConvTranspose2d(32, 32, 3, 2, 1, output_padding=1),  # 21 to 42
-            nn.ReLU(),
-            nn.ConvTranspose2d(32, 3, 3, 2, 1, output_padding=1),  # 42 to 84
+        *larger, smallest = halvings(image_shape)
+        self.linear = nn.Sequential(nn.Linear(hidden_size, 64 * math.prod(smallest)), nn.Unflatten(1, (64, *smallest)))
+        channels = (64, 64, 32, 32, image_shape[0])
+        self.deconvs = nn.ModuleList(
+            nn.ConvTranspose2d(i, o, 3, 2, 1, output_padding=[1 - side % 2 for side in size])  # twice the size
+            for i, o, size in zip(channels[:-1], channels[1:], reversed(larger), strict=True)
         )
 
     def forward(self, features):
-        return self.deconvs(F.relu(self.linear(features)).view(-1, 64, 6, 6))
+        images = self.linear(features)
+        for deconv in self.deconvs:
+            images = deconv(F.relu(images))
+        return images
 
 
 class Agent(nn.Module):
     """All networks of one agent."""
 
-    def __init__(self, args, actions=6):
+    def __init__(self, args):
         super().__init__()
-        size, goals = args.hidden_size, len(args.goals)
+        size, (image_shape, goals, actions) = args.hidden_size, sizes(args.task)
         self.gdan, self.curl = args.gdan, args.aux == "curl"
-        self.feature_extractor = FeatureExtractor(CROP if self.curl else SIDE, size)
+        seen_shape = crop(torch.zeros(image_shape)).shape if self.curl else image_shape
+        self.feature_extractor = FeatureExtractor(seen_shape, size)
         self.goal_discriminator = GoalDiscriminator(size, goals + 1)
         self.actor = Actor(args, goals, actions)
         self.critic = Critic(args, goals, actions)
-        self.decoder = Decoder(size) if args.aux == "ae" else None
+        self.decoder = Decoder(image_shape, size) if args.aux == "ae" else None
         # CURL starts from torch.rand, for 50 features.
         self.contrast = nn.Parameter(torch.rand(size, size) * 50 / size) if self.curl else None
         self.to(memory_format=torch.channels_last)  # twice as fast on a CPU
@@ -372,10 +423,11 @@ class ReplayBuffer:
     The environments take turns, so the next frame of a step is `num_envs` places later. The last frame of an episode
     has no usable step."""
 
-    frame = np.dtype([("image", "u1", (SIDE, SIDE, 3))])  # channels last, as the encoder reads it
-    step = np.dtype([("action", "f4", 6), ("reward", "f4"), ("goal", "u1"), ("terminal", "?"), ("usable", "?")])
-
-    def __init__(self, folder, capacity, num_envs, count=0):
+    def __init__(self, folder, image_shape, actions, capacity, num_envs, count=0):
+        channels, height, width = image_shape
+        self.frame = np.dtype([("image", "u1", (height, width, channels))])  # channels last, as the encoder reads it
+        numbers = [("action", "f4", actions), ("reward", "f4"), ("goal", "u1")]
+        self.step = np.dtype([*numbers, ("terminal", "?"), ("usable", "?")])
         self.capacity, self.num_envs = capacity - capacity % num_envs, num_envs
         self.count = count  # frames ever added
         self.frames = RingFile(folder / "replay_frames.bin", self.frame, self.capacity, count)
@@ -418,9 +470,9 @@ class ReplayBuffer:
 class GoalStorage:
     """Goal states and their labels."""
 
-    record = np.dtype([("image", "u1", (SIDE, SIDE, 3)), ("label", "u1")])
-
-    def __init__(self, folder, capacity, count=0):
+    def __init__(self, folder, image_shape, capacity, count=0):
+        channels, height, width = image_shape
+        self.record = np.dtype([("image", "u1", (height, width, channels)), ("label", "u1")])
         self.records = RingFile(folder / "goal_states.bin", self.record, capacity, count)
         self.count = count  # goal states ever added
 
@@ -435,6 +487,17 @@ class GoalStorage:
         records = self.records.read(rng.integers(len(self), size=batch_size))
         images = torch.from_numpy(np.ascontiguousarray(records["image"])).permute(0, 3, 1, 2)
         return images, torch.from_numpy(records["label"].astype("i8"))
+
+
+def augmented(images, rng, shift=4):
+    """Mirrors images left to right with probability 0.5 and shifts them by up to 4 pixels; the edges are repeated."""
+    old = images.permute(0, 2, 3, 1).numpy()
+    padded, new = np.pad(old, ((0, 0), (shift, shift), (shift, shift), (0, 0)), "edge"), np.empty_like(old)
+    height, width = old.shape[1:3]
+    for i, mirrored in enumerate(rng.random(len(old)) < 0.5):
+        y, x = rng.integers(2 * shift + 1, size=2)
+        new[i] = padded[i, y : y + height, x : x + width][:, :: -1 if mirrored else 1]
+    return torch.from_numpy(new).permute(0, 3, 1, 2)
 
 
 # -------------------------------------------------------------------------------------------------------------- losses
@@ -473,12 +536,13 @@ def curl_loss(anchors, keys, contrast):
 
 
 def crop(images, rng=None):
-    """Crops each image at a random place, or in the middle if there is no generator."""
+    """Crops 6/7 of height and width (CURL: 84 of 100 pixels), at random places, or without `rng` in the middle."""
+    (height, width), (h, w) = images.shape[-2:], (side * 6 // 7 for side in images.shape[-2:])
     if rng is None:
-        corner = (SIDE - CROP) // 2
-        return images[..., corner : corner + CROP, corner : corner + CROP]
-    corners = rng.integers(SIDE - CROP + 1, size=(len(images), 2)).tolist()
-    return torch.stack([i[:, y : y + CROP, x : x + CROP] for i, (y, x) in zip(images, corners, strict=True)])
+        y, x = (height - h) // 2, (width - w) // 2
+        return images[..., y : y + h, x : x + w]
+    corners = rng.integers((height - h + 1, width - w + 1), size=(len(images), 2)).tolist()
+    return torch.stack([i[:, y : y + h, x : x + w] for i, (y, x) in zip(images, corners, strict=True)])
 
 
 # ------------------------------------------------------------------------------------------------------------ learning
@@ -513,9 +577,9 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
 
     agent.train()  # batch normalisation by the batch
     if args.aux == "gace":
-        goal_images, goal_labels = (tensor.to(device) for tensor in storage.sample(args.goal_batch_size, rng))
-        if goal_labels.max() > len(args.goals):
-            raise OSError("goal_states.bin is damaged: it holds labels of no goal")
+        goal_images, goal_labels = storage.sample(args.goal_batch_size, rng)
+        goal_images = (augmented(goal_images, rng) if args.augment else goal_images).to(device)
+        goal_labels = goal_labels.to(device)
         features, goal_features = agent.feature_extractor(torch.cat([images, goal_images])).split(
             [args.batch_size, args.goal_batch_size]
         )
@@ -528,6 +592,8 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
     report = {"losses/critic_loss": loss_critic, "losses/values": values.mean()}
     if args.aux == "gace":
         goal_logits = agent.goal_discriminator(goal_features)
+        if goal_labels.max() >= goal_logits.shape[-1]:
+            raise OSError("goal_states.bin is damaged: it holds labels of no goal")
         report["losses/gace_loss"] = gace_loss(goal_logits, goal_labels)
         report["losses/batch_accuracy"] = (goal_logits.argmax(-1) == goal_labels).float().mean()
         loss = loss + args.eta * report["losses/gace_loss"]  # Eq. 9
@@ -575,7 +641,8 @@ class Player:
     """One environment and its current episode."""
 
     def __init__(self, args, split="seen"):
-        self.env, self.fixed_goal = gym.make(f"gace/{args.task.upper()}-v0", split=split), args.fixed_goal
+        self.env, self.fixed_goal = make_env(args.task, split), args.fixed_goal
+        _, self.num_goals, self.num_actions = sizes(args.task)
 
     def begin(self, seed, goal=None, blind=False):
         goal = self.fixed_goal if goal is None else goal
@@ -596,13 +663,13 @@ class Player:
         reached, as in Section 3.2. Algorithm 1 stores the state before it."""
         if self.info["is_success"]:
             return self.image, self.goal
-        return None if self.terminated else (self.image, len(self.env.unwrapped.names))
+        return None if self.terminated else (self.image, self.num_goals)
 
 
 def evaluate(args, agent, split, goal_states, goal=None, on_step=lambda: None):
     """Plays the same `args.episodes` episodes every time, without exploration noise. Returns a row of metrics."""
     player, results = Player(args, split), []
-    for index in range(args.episodes):
+    for index in tqdm(range(args.episodes), f"evaluating {split}", leave=False, unit=" episodes", **BAR):
         player.begin(2**30 + index, goal)
         while not player.over:
             on_step()
@@ -617,15 +684,15 @@ def evaluate(args, agent, split, goal_states, goal=None, on_step=lambda: None):
 def collect_goal_states(args, split, on_step):
     """States of a random policy, equally many of each class, negatives included. They are the same in every run."""
     player, states, labels = Player(args, split), [], []
-    bar = tqdm(desc=f"states to measure the discriminator ({split})", total=args.accuracy_states, dynamic_ncols=True)
+    bar = tqdm(desc=f"states to measure the discriminator ({split})", total=args.accuracy_states, **BAR)
     for seed in itertools.count(2**29):
-        label = len(labels) % (len(args.goals) + 1)
+        label = len(labels) % (player.num_goals + 1)
         for blind in (True, False):  # images only of what is kept
-            player.begin(seed, label % len(args.goals), blind)
+            player.begin(seed, label % player.num_goals, blind)
             rng = np.random.default_rng(seed)
             while not player.over:
                 on_step()
-                player.step(rng.uniform(-1, 1, 6))
+                player.step(rng.uniform(-1, 1, player.num_actions))
             found = player.goal_state()
             if not found or found[1] != label:
                 break
@@ -649,6 +716,7 @@ def discriminator_accuracy(agent, states, labels):
 
 # ------------------------------------------------------------------------------------------------------------ training
 
+BAR = {"dynamic_ncols": True, "mininterval": 0.5}
 METRICS = "update env_steps seconds split success_ratio discriminator_accuracy episode_length episode_return".split()
 
 
@@ -747,8 +815,9 @@ def train(args, run_folder, run):
     torch.set_rng_state(run["torch_random"])
     counters, rows, splits = run["counters"], run["rows"], envs.splits_of(args.task)
     started = time.monotonic() - run["seconds"]
-    replay = ReplayBuffer(run_folder, args.replay_size, args.num_envs, counters["replay"])
-    storage = GoalStorage(run_folder, args.goal_storage_size, counters["goals"])
+    image_shape, _, num_actions = sizes(args.task)
+    replay = ReplayBuffer(run_folder, image_shape, num_actions, args.replay_size, args.num_envs, counters["replay"])
+    storage = GoalStorage(run_folder, image_shape, args.goal_storage_size, counters["goals"])
     signals = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, frame: signals.append(received))
@@ -757,6 +826,7 @@ def train(args, run_folder, run):
     writer.add_text("hyperparameters", "|name|value|\n|-|-|\n" + "".join(f"|{k}|{v}|\n" for k, v in vars(args).items()))
     players = [Player(args) for _ in range(args.num_envs)]
     recent, bar, saved = deque(maxlen=200), None, -np.inf  # recent episodes
+    logged_at, logged_steps = time.monotonic(), counters["env_steps"]
 
     def begin(player, episode):
         player.episode = episode
@@ -815,12 +885,12 @@ def train(args, run_folder, run):
             warming_up = counters["env_steps"] < args.warmup or (args.aux == "gace" and not len(storage))
             images, goals = np.stack([player.image for player in players]), [player.goal for player in players]
             if warming_up:
-                actions = rng.uniform(-1, 1, (args.num_envs, 6)).astype(np.float32)
+                actions = rng.uniform(-1, 1, (args.num_envs, num_actions)).astype(np.float32)
             else:
                 actions = agent.act(images, goals, explore=True)
             if not np.isfinite(actions).all():
                 raise FloatingPointError("an action is not finite")
-            steps = np.zeros(args.num_envs, ReplayBuffer.step)
+            steps = np.zeros(args.num_envs, replay.step)
             steps["action"], steps["goal"], env_steps_before = actions, goals, counters["env_steps"]
             for player, action, step in zip(players, actions, steps, strict=True):
                 if player.over:  # its last frame has no step
@@ -854,6 +924,9 @@ def train(args, run_folder, run):
                 if update % 100 == 0 and recent:
                     names = "success_ratio nongoal_ratio episodic_length episodic_return".split()
                     report |= {f"charts/{name}": x for name, x in zip(names, np.mean(recent, 0), strict=True)}
+                    now, steps = time.monotonic(), counters["env_steps"]
+                    report |= {"charts/env_steps": steps, "charts/SPS": (steps - logged_steps) / (now - logged_at)}
+                    logged_at, logged_steps = now, steps
                     for name, number in report.items():
                         writer.add_scalar(name, number, update)
 
@@ -862,7 +935,7 @@ def train(args, run_folder, run):
             if warming_up:
                 done, total, unit = counters["env_steps"], args.warmup, " steps"
             if not bar or bar.unit != unit:
-                bar = tqdm(total=total, initial=done, unit=unit, dynamic_ncols=True, mininterval=0.5)
+                bar = tqdm(total=total, initial=done, unit=unit, **BAR)
             if recent:
                 bar.set_postfix_str(f"success {np.mean(recent, 0)[0]:.1%}", refresh=False)
             bar.update(min(done, total) - bar.n)
@@ -898,6 +971,15 @@ def open_run(run_folder, new):
         raise SystemExit(f"cannot use the run folder {run_folder}: {error.strerror}") from None
 
 
+def read_flags(defaults):
+    """Reads the command line."""
+    groups = [kind for kind in reversed(Args.__mro__[1:]) if is_dataclass(kind)]
+    flags = make_dataclass("Flags", [(kind.__name__, kind) for kind in groups])
+    given = flags(*(kind(**{f.name: getattr(defaults, f.name) for f in fields(kind)}) for kind in groups))
+    given = tyro.cli(flags, description=__doc__, default=given, config=(tyro.conf.OmitArgPrefixes,))
+    return Args(**{name: value for group in vars(given).values() for name, value in vars(group).items()})
+
+
 def main():
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # these two change the defaults of the others
     early.add_argument("--resume", type=Path)
@@ -908,7 +990,7 @@ def main():
         open_run(run_folder, new=False)
         run, defaults, _ = load_checkpoint(run_folder / "checkpoint.pt")
         check_form(run, new_run(defaults), run_folder / "checkpoint.pt")
-    args = tyro.cli(Args, description=__doc__, default=defaults)
+    args = read_flags(defaults)
     for name in FIXED if run_folder else ():
         if getattr(args, name) != getattr(defaults, name):
             raise SystemExit(f"a resumed run keeps its {flag(name)}: {getattr(defaults, name)}")
@@ -917,7 +999,7 @@ def main():
         run_folder = Path(args.runs, f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}")
         frames = min(args.replay_size, args.warmup + args.total_updates * args.env_steps_per_update)
         disk = next(folder for folder in (run_folder, *run_folder.resolve().parents) if folder.exists())
-        room = shutil.disk_usage(disk).free // ReplayBuffer.frame.itemsize
+        room = shutil.disk_usage(disk).free // math.prod(sizes(args.task)[0])
         if frames > room:
             raise SystemExit(f"the disk has room for {room} of {frames} frames: use a smaller --replay-size")
     if args.track:
@@ -926,16 +1008,23 @@ def main():
         except ImportError:
             raise SystemExit("--track needs Weights and Biases: pip install wandb") from None
         name = run_folder.name
-        wandb.init(project="gace", name=name, id=name, resume="allow", sync_tensorboard=True, config=vars(args))
+        account = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+        wandb.init(**account, name=name, id=name, resume="allow", sync_tensorboard=True, config=vars(args))
     if not early.resume:
         open_run(run_folder, new=True)
-    print(f"run folder: {run_folder} (curves: tensorboard --logdir {run_folder.parent})")
+    print(f"Training {algorithm(args)} on {args.task}, seed {args.seed}. The bar counts updates.")
+    if not run["counters"]["updates"]:
+        print(f"First comes the warm-up: {args.warmup:,} steps of a random policy.")
+    print(f"run folder: {run_folder} (curves: tensorboard --logdir {run_folder.parent})\nCtrl-C saves and stops.")
     resume = f"python {sys.argv[0]} --resume {run_folder}"
     try:
         finished = train(args, run_folder, run)
     except (OSError, FloatingPointError, gym.error.Error) as error:  # the last checkpoint stays
         raise SystemExit(f"{error}\nThe run stopped. Resume with: {resume}") from None
-    print(f"watch the agent: python -m tools.enjoy {run_folder}/checkpoint.pt" if finished else f"resume: {resume}")
+    if finished:
+        print(f"results: {run_folder}/metrics.csv\nwatch the agent: python -m tools.enjoy {run_folder}/checkpoint.pt")
+    else:
+        print(f"resume: {resume}")
 
 
 if __name__ == "__main__":

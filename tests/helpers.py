@@ -87,7 +87,7 @@ class Run:
         self.folder, self.marker = folder, f"GACE_TEST={uuid.uuid4()}"
         environment = {**os.environ, "GACE_TEST": self.marker.split("=")[1], "PYTHONPATH": str(ROOT)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-        program = [str(ROOT / script)] if script.endswith(".py") else ["-m", script]
+        program = [str(ROOT / script)] if str(script).endswith(".py") else ["-m", script]
         command = [sys.executable, *program, *map(str, arguments)]
         self.process = subprocess.Popen(command, cwd=folder, env=environment, **pipes, **options)
 

@@ -23,6 +23,8 @@ import a3c_gace_vizdoom as a3c
 from tools import enjoy
 from tools.scripted import Walker
 
+RECORD_BYTES = 16 * 42 * 42 + 1
+
 
 def random_images(*shape):
     return torch.randint(0, 256, (*shape, 16, 42, 42), dtype=torch.uint8)
@@ -34,7 +36,9 @@ def make_agent(**kwargs):
 
 
 def make_storage(path, capacity):
-    return a3c.GoalStorage(path, capacity, torch.tensor(0).share_memory_(), multiprocessing.get_context("fork").Lock())
+    return a3c.GoalStorage(
+        path, (16, 42, 42), capacity, torch.tensor(0).share_memory_(), multiprocessing.get_context("fork").Lock()
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- equations
@@ -288,7 +292,7 @@ def test_vae_and_rad_shapes():
     loss = a3c.vae_loss(agent.vae, agent(images, torch.zeros(3, dtype=torch.long))[2], images)
     loss.backward()
     assert loss > 0 and gradients(agent.feature_extractor) and not gradients(agent.actor_critic)
-    cropped = images[..., 3 : 3 + a3c.CROP, 1 : 1 + a3c.CROP]
+    cropped = images[..., 3:39, 1:37]
     assert make_agent(aux="rad")(cropped, torch.zeros(3, dtype=torch.long))[0].shape == (3, 3)
 
 
@@ -311,7 +315,7 @@ def test_goal_storage_is_shared_bounded_and_keeps_labels(tmp_path):
     states, labels = storage.sample(500, np.random.default_rng(0))
     assert states.shape == (500, 16, 42, 42) and states.dtype == np.uint8 and labels.shape == (500,)
     assert (states[:, 0, 0, 0] // 10 == labels).all() and (states == states[:, :1, :1, :1]).all()
-    assert (tmp_path / "goals.bin").stat().st_size == 100 * a3c.GoalStorage.record_bytes
+    assert (tmp_path / "goals.bin").stat().st_size == 100 * RECORD_BYTES
 
 
 def test_goal_storage_keeps_the_state_as_it_was(tmp_path):
@@ -348,7 +352,7 @@ def test_auto_labelling():
 
     episode = a3c.Episode(a3c.Args())
     goals, outcomes = set(), set()
-    for seed in range(6):
+    for seed in range(3, 9):
         seen = play(seed, lambda env: Walker(env).action)
         state, label = episode.goal_state()
         assert episode.info["is_success"] and label == episode.goal
@@ -376,7 +380,7 @@ def test_sampled_actions_follow_the_policy():
     counts, rng = np.zeros(3), np.random.default_rng(0)
 
     class Once:
-        goal, image, over = 0, np.zeros((16, 42, 42), np.uint8), False
+        goal, image, over, num_actions = 0, np.zeros((16, 42, 42), np.uint8), False, 3
 
         def __init__(self):
             self.rng = rng
@@ -407,8 +411,8 @@ def test_accuracy_is_measured_on_the_same_states_in_every_run():
 # ------------------------------------------------------------------------------------------------------- as a user does
 
 SCRIPT = "a3c_gace_vizdoom.py"
-TINY = "--warmup 4 --total-updates 6 --num-workers 1 --num-envs 2 --eval-every 3 --episodes 4 --no-cuda".split()
-TINY += ["--accuracy-states", "4"]
+BASELINE = "--total-updates 6 --num-workers 1 --num-envs 2 --eval-every 3 --episodes 4 --no-cuda".split()
+TINY = [*BASELINE, "--warmup", "4", "--accuracy-states", "4"]
 MODES = {
     "a3c": ["--aux", "none"],
     "a3c+vae": ["--aux", "vae"],
@@ -420,7 +424,7 @@ MODES = {
 
 @pytest.mark.parametrize("algorithm", MODES)
 def test_every_mode_trains_evaluates_and_is_evaluated_again(algorithm, tmp_path, monkeypatch, capsys):
-    run = Run(tmp_path, SCRIPT, *TINY, *MODES[algorithm])
+    run = Run(tmp_path, SCRIPT, *(TINY if "gace" in algorithm else BASELINE), *MODES[algorithm])
     assert run.wait() == 0, run.output
     task = "v2" if algorithm == "a3c+gace" else "v1"
     assert run.run_folder.name.startswith(f"{task}__{algorithm}__1__")
@@ -439,7 +443,7 @@ def test_every_mode_trains_evaluates_and_is_evaluated_again(algorithm, tmp_path,
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
-    run = Run(tmp_path_factory.mktemp("finished"), SCRIPT, *TINY, "--aux", "none", "--total-updates", "4")
+    run = Run(tmp_path_factory.mktemp("finished"), SCRIPT, *BASELINE, "--aux", "none", "--total-updates", "4")
     assert run.wait() == 0, run.output
     return run.run_folder
 
@@ -529,7 +533,7 @@ def test_warm_up_stores_the_goal_states_of_a_random_policy(tmp_path):
     """It plays blind and draws only the successes: not a byte may differ from playing with images."""
     run = Run(tmp_path, SCRIPT, *TINY, "--warmup", "6", "--total-updates", "1")
     assert run.wait() == 0, run.output
-    found = np.fromfile(run.run_folder / "goals.bin", np.uint8).reshape(-1, a3c.GoalStorage.record_bytes)
+    found = np.fromfile(run.run_folder / "goals.bin", np.uint8).reshape(-1, RECORD_BYTES)
     episode, expected = a3c.Episode(a3c.Args()), []
     for number in itertools.count(1):
         episode.begin([1, number])
@@ -547,7 +551,7 @@ def test_negatives_do_not_count_towards_the_warm_up(tmp_path):
     run = Run(tmp_path, SCRIPT, *TINY, "--epsilon-n", "1", "--total-updates", "1", "--warmup", "3", "--num-envs", "1")
     assert run.wait() == 0, run.output
     counters = run.checkpoint()["counters"]
-    labels = np.fromfile(run.run_folder / "goals.bin", np.uint8).reshape(-1, a3c.GoalStorage.record_bytes)[:, -1]
+    labels = np.fromfile(run.run_folder / "goals.bin", np.uint8).reshape(-1, RECORD_BYTES)[:, -1]
     assert counters["goals"] == len(labels) and counters["successes"] == (labels < 4).sum() >= 3
     assert (labels == 4).sum() > 3
 
@@ -728,7 +732,7 @@ def test_bad_input_is_answered_in_a_line_or_two(tmp_path, monkeypatch):
         Path(name).mkdir()
         torch.save(run | change, f"{name}/checkpoint.pt")
     for arguments, expected in [
-        (["--gdan", "--aux", "vae"], "--gdan and --freeze-discriminator-at need --aux gace"),
+        (["--gdan", "--aux", "vae"], "--gdan needs --aux gace"),
         (["--resume", "nowhere"], "nowhere: No such file or directory"),
         (["--resume", "."], "checkpoint.pt does not exist"),
         (["--resume", "damaged"], "damaged/checkpoint.pt is not a whole checkpoint of a3c_gace_vizdoom.py"),
@@ -741,7 +745,10 @@ def test_bad_input_is_answered_in_a_line_or_two(tmp_path, monkeypatch):
         (["--resume", "wrong_number"], "wrong_number/checkpoint.pt is not a whole checkpoint"),
         (["--num-workers", "0"], "--num-workers must be between 1 and"),
         (["--exp-name", "../mine"], "--exp-name must not contain"),
-        (["--freeze-discriminator-at", "9", "--aux", "none"], "--freeze-discriminator-at need --aux gace"),
+        (["--freeze-discriminator-at", "9", "--aux", "none"], "--freeze-discriminator-at needs --aux gace"),
+        (["--eta", "0.3", "--aux", "none", "--paper"], "--eta needs --aux gace"),
+        (["--vae-coef", "1"], "--vae-coef needs --aux vae"),
+        (["--wandb-entity", "us"], "--wandb-entity needs --track"),
         (["--warmup", "0"], "--warmup must be between 1 and"),
         (["--seed", "-1"], "--seed must be between 0 and"),
     ]:

@@ -14,8 +14,8 @@ from helpers import ROOT, Run, parent, processes_with, wait_until
 
 from tools import grid
 
-TINY = "--warmup 120 --total-updates 6 --eval-every 3 --episodes 2 --batch-size 8 --goal-batch-size 8 --no-cuda".split()
-TINY += ["--replay-size", "5000", "--accuracy-states", "4", "--checkpoint-every", "1"]
+TINY = "--warmup 120 --total-updates 6 --eval-every 3 --episodes 2 --batch-size 8 --no-cuda --replay-size 5000".split()
+TINY += ["--checkpoint-every", "1"]
 
 
 class Grid(Run):
@@ -80,7 +80,7 @@ def test_plan_is_every_combination_that_exists():
         ({"tasks": ("r1",)}, "no algorithm fits a task"),
         ({"seeds": (2, 2)}, "two runs would be called v1__a3c__2"),
         ({"seeds": (-1,)}, "--seed must be between"),
-        ({"algorithms": ("a3c+gdan",)}, "need --aux gace"),
+        ({"algorithms": ("a3c+gdan",)}, "--gdan needs --aux gace"),
         ({"algorithms": ("a3c+gace+vae",)}, "unknown algorithm"),
     ],
 )

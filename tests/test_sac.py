@@ -18,6 +18,11 @@ import sac_gace_ur5 as sac
 from tools import enjoy
 
 SCRIPT = "sac_gace_ur5.py"
+SHAPE = (3, 84, 84)
+
+
+def new_replay(folder, *arguments):
+    return sac.ReplayBuffer(folder, SHAPE, 6, *arguments)
 
 
 def random_images(number):
@@ -104,8 +109,8 @@ def test_curl_loss_asks_for_the_other_crop():
     assert sac.curl_loss(10 * anchors, anchors.flip(0), contrast) > 1
     images = random_images(4)
     cropped = sac.crop(images, np.random.default_rng(0))
-    assert cropped.shape == (4, 3, sac.CROP, sac.CROP)
-    windows = images.unfold(2, sac.CROP, 1).unfold(3, sac.CROP, 1)  # all crops there are
+    assert cropped.shape == (4, 3, 72, 72)
+    windows = images.unfold(2, 72, 1).unfold(3, 72, 1)  # all crops there are
     assert all((windows[i] == cropped[i][:, None, None]).all(dim=(0, 3, 4)).sum() == 1 for i in range(4))
 
 
@@ -122,7 +127,7 @@ def test_ae_loss_sees_the_image():
 
 def add(replay, image, action=0.0, reward=0.0, goal=0, terminal=False, usable=True):
     """Adds a frame of one environment."""
-    step = np.zeros(1, sac.ReplayBuffer.step)
+    step = np.zeros(1, replay.step)
     step["action"], step["reward"], step["goal"], step["terminal"], step["usable"] = (
         action,
         reward,
@@ -136,7 +141,7 @@ def add(replay, image, action=0.0, reward=0.0, goal=0, terminal=False, usable=Tr
 @pytest.fixture
 def stored(tmp_path):
     rng = np.random.default_rng(0)
-    replay, storage = sac.ReplayBuffer(tmp_path, 200, 1), sac.GoalStorage(tmp_path, 100)
+    replay, storage = new_replay(tmp_path, 200, 1), sac.GoalStorage(tmp_path, SHAPE, 100)
     for i in range(60):
         image = rng.integers(256, size=(3, 84, 84), dtype=np.uint8)
         add(replay, image, rng.uniform(-1, 1, 6), 0.1, i % 3, i % 7 == 5, i % 7 != 6)
@@ -222,7 +227,7 @@ def fill(replay, episodes, length=5):
 
 @pytest.mark.parametrize("episodes", [3, 20])  # the second goes round the ring three times
 def test_replay_gives_each_step_with_its_own_next_frame(episodes, tmp_path):
-    replay = sac.ReplayBuffer(tmp_path, 40, 1)
+    replay = new_replay(tmp_path, 40, 1)
     fill(replay, episodes)
     images, actions, rewards, next_images, discounts, goals = replay.sample(500, np.random.default_rng(0), 1, 0.9)
     frame, following = images[:, 0, 0, 0].int(), next_images[:, 0, 0, 0].int()
@@ -239,7 +244,7 @@ def test_replay_gives_each_step_with_its_own_next_frame(episodes, tmp_path):
 @pytest.mark.parametrize("capacity", [200, 50])  # the second goes round the ring
 @pytest.mark.parametrize("n_step", [1, 3, 5])
 def test_replay_sums_the_rewards_of_n_steps(n_step, capacity, num_envs, tmp_path):
-    replay, rng = sac.ReplayBuffer(tmp_path, capacity, num_envs), np.random.default_rng(0)
+    replay, rng = new_replay(tmp_path, capacity, num_envs), np.random.default_rng(0)
     streams = []  # of each environment, (reward, terminal, usable) of its frames
     for _ in range(num_envs):
         stream = []
@@ -249,7 +254,7 @@ def test_replay_sums_the_rewards_of_n_steps(n_step, capacity, num_envs, tmp_path
             stream.append((0.0, False, False))
         streams.append(stream[:60])
     for i in range(60):
-        images, steps = np.full((num_envs, 3, 84, 84), i, np.uint8), np.zeros(num_envs, sac.ReplayBuffer.step)
+        images, steps = np.full((num_envs, 3, 84, 84), i, np.uint8), np.zeros(num_envs, replay.step)
         for env, stream in enumerate(streams):
             images[env, 1] = env
             steps["reward"][env], steps["terminal"][env], steps["usable"][env] = stream[i]
@@ -268,17 +273,17 @@ def test_replay_sums_the_rewards_of_n_steps(n_step, capacity, num_envs, tmp_path
 
 
 def test_replay_takes_disk_only_as_it_fills_and_survives(tmp_path):
-    replay = sac.ReplayBuffer(tmp_path, 100_000, 1)
+    replay = new_replay(tmp_path, 100_000, 1)
     fill(replay, 4)
     frames = tmp_path / "replay_frames.bin"
     assert frames.stat().st_size == 24 * 84 * 84 * 3
-    again = sac.ReplayBuffer(tmp_path, 100_000, 1, replay.count)
+    again = new_replay(tmp_path, 100_000, 1, replay.count)
     ours, theirs = (buffer.sample(50, np.random.default_rng(0), 5, 0.99) for buffer in (replay, again))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_goal_storage_is_bounded_and_keeps_states_and_labels(tmp_path):
-    storage = sac.GoalStorage(tmp_path, 10)
+    storage = sac.GoalStorage(tmp_path, SHAPE, 10)
     images = random_images(25)
     for i, image in enumerate(images):
         storage.add(image.numpy(), i)
@@ -290,8 +295,10 @@ def test_goal_storage_is_bounded_and_keeps_states_and_labels(tmp_path):
 
 # ------------------------------------------------------------------------------------------------------- as a user does
 
-TINY = "--warmup 120 --total-updates 6 --eval-every 3 --episodes 2 --batch-size 8 --goal-batch-size 8 --no-cuda".split()
-TINY += ["--replay-size", "5000", "--accuracy-states", "4"]
+BASELINE = (
+    "--warmup 120 --total-updates 6 --eval-every 3 --episodes 2 --batch-size 8 --no-cuda --replay-size 5000".split()
+)
+TINY = [*BASELINE, "--goal-batch-size", "8", "--accuracy-states", "4"]
 MODES = {
     "sac+gaussian": ["--aux", "none", "--policy", "gaussian"],
     "sac+ae": ["--aux", "ae"],
@@ -309,7 +316,7 @@ def test_names_of_the_algorithms():
 
 @pytest.mark.parametrize("algorithm", MODES)
 def test_every_mode_trains_evaluates_and_is_evaluated_again(algorithm, tmp_path, monkeypatch, capsys):
-    run = Run(tmp_path, SCRIPT, *TINY, *MODES[algorithm])
+    run = Run(tmp_path, SCRIPT, *(TINY if "gace" in algorithm else BASELINE), *MODES[algorithm])
     assert run.wait() == 0, run.output
     task = {"sac+gace": "r2", "sac+curl": "r3"}.get(algorithm, "r1")
     assert run.run_folder.name.startswith(f"{task}__{algorithm}__1__")
@@ -347,7 +354,7 @@ class FakeRun:
         self.coef, self.rng, self.updates = f"{aux}_coef", np.random.default_rng(0), 0
         self.agent, self.target = make_agent(aux=aux), make_agent(aux=aux).requires_grad_(False)
         self.optimizers = sac.make_optimizers(self.args, self.agent)
-        self.replay = sac.ReplayBuffer(folder, 20_000, 8)
+        self.replay = new_replay(folder, 20_000, 8)
         self.players, self.seeds = [sac.Player(self.args) for _ in range(8)], itertools.count()
         for player in self.players:
             player.begin(next(self.seeds))
@@ -357,7 +364,7 @@ class FakeRun:
     def turn(self, actions=None):
         images, goals = np.stack([p.image for p in self.players]), [p.goal for p in self.players]
         actions = self.agent.act(images, goals, explore=True) if actions is None else actions
-        steps = np.zeros(8, sac.ReplayBuffer.step)
+        steps = np.zeros(8, self.replay.step)
         steps["action"], steps["goal"] = actions, goals
         for player, action, step in zip(self.players, actions, steps, strict=True):
             if player.over:
@@ -413,8 +420,8 @@ def test_auto_labelling(tmp_path, monkeypatch):
     call(sac, monkeypatch, *TINY, "--warmup", 2500, "--total-updates", 1, "--fixed-goal", "green")
     (run_folder,) = Path("runs").iterdir()
     counters = torch.load(run_folder / "checkpoint.pt")["counters"]
-    replay = sac.ReplayBuffer(run_folder, 5000, 8, counters["replay"])
-    records = np.fromfile(run_folder / "goal_states.bin", sac.GoalStorage.record)
+    replay = new_replay(run_folder, 5000, 8, counters["replay"])
+    records = np.fromfile(run_folder / "goal_states.bin", [("image", "u1", (84, 84, 3)), ("label", "u1")])
     expected, outcomes = [], []  # label and frame; an episode that has just ended has not had its turn to store a frame
     for end in range(8, replay.count + 8):
         before = replay.steps[end - 8]
@@ -483,7 +490,7 @@ def interrupted_in(monkeypatch, name, folder, *arguments):
 
 
 def test_resumed_between_the_end_of_an_episode_and_its_last_frame(tmp_path, monkeypatch):
-    arguments = [*TINY, "--aux", "none", "--warmup", 147, "--num-envs", 3, "--env-steps-per-update", 3]
+    arguments = [*BASELINE, "--aux", "none", "--warmup", 147, "--num-envs", 3, "--env-steps-per-update", 3]
     _, whole = run_in_process(tmp_path / "whole", monkeypatch, *arguments)
     stopped, resumed = interrupted_in(monkeypatch, "learn", tmp_path / "interrupted", *arguments)
     assert stopped["counters"]["updates"] == 1 and stopped["counters"]["replay"] == 150
@@ -493,7 +500,7 @@ def test_resumed_between_the_end_of_an_episode_and_its_last_frame(tmp_path, monk
 
 
 def test_settings_given_on_resuming_take_effect(tmp_path, monkeypatch):
-    run_folder, _ = run_in_process(tmp_path, monkeypatch, *TINY, "--aux", "none", "--total-updates", 1)
+    run_folder, _ = run_in_process(tmp_path, monkeypatch, *BASELINE, "--aux", "none", "--total-updates", 1)
     made, Actor = [], sac.Actor
     monkeypatch.setattr(sac, "Actor", lambda *args: made.append(Actor(*args)) or made[-1])
     call(sac, monkeypatch, "--resume", run_folder, "--total-updates", 2, "--exploration-noise", 0.01)
@@ -502,13 +509,13 @@ def test_settings_given_on_resuming_take_effect(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_100th_update_before_the_first_episode_ends(tmp_path, monkeypatch):
-    arguments = [*TINY, "--aux", "none", "--paper", "--warmup", 1, "--total-updates", 101, "--eval-every", 1000]
+    arguments = [*BASELINE, "--aux", "none", "--paper", "--warmup", 1, "--total-updates", 101, "--eval-every", 1000]
     run_folder, _ = run_in_process(tmp_path, monkeypatch, *arguments, "--batch-size", 1, "--total-updates", 99)
     run_in_process(tmp_path, monkeypatch, "--resume", run_folder, "--total-updates", 101)
 
 
 def test_resumed_in_an_evaluation(tmp_path, monkeypatch):
-    arguments = [*TINY, "--aux", "none", "--task", "r2"]
+    arguments = [*BASELINE, "--aux", "none", "--task", "r2"]
     _, whole = run_in_process(tmp_path / "whole", monkeypatch, *arguments)
     stopped, resumed = interrupted_in(monkeypatch, "evaluate", tmp_path / "interrupted", *arguments)
     assert stopped["counters"]["updates"] == 3 and stopped["rows"] == []
@@ -564,14 +571,17 @@ def test_bad_input_is_answered_in_a_line_or_two(tmp_path, monkeypatch):
     torch.save({"model": torch.zeros(3)}, "foreign/checkpoint.pt")
     for arguments, expected in [
         (["--gdan", "--aux", "ae"], "--gdan needs --aux gace"),
-        (["--concat-query"], "add --gdan"),
+        (["--concat-query"], "--concat-query needs --gdan"),
+        (["--ae-coef", "1"], "--ae-coef needs --aux ae"),
+        (["--entropy-coef", "1"], "--entropy-coef needs --policy gaussian"),
+        (["--exploration-noise", "1", "--policy", "gaussian"], "--exploration-noise needs --policy deterministic"),
         (["--fixed-goal", "pink"], "use one of red, green, blue"),
         (["--resume", "nowhere"], "nowhere: No such file or directory"),
         (["--resume", "damaged"], "damaged/checkpoint.pt is not a whole checkpoint of sac_gace_ur5.py"),
         (["--resume", "foreign"], "foreign/checkpoint.pt is not a whole checkpoint"),
         (["--goal-batch-size", "0"], "--goal-batch-size must be between 1 and"),
         (["--env-steps-per-update", "4"], "8 environments need --env-steps-per-update 8 or more"),
-        (["--replay-size", "100"], "8 environments need a --replay-size of at least 408"),
+        (["--replay-size", "31"], "8 environments need a --replay-size of at least 32"),
         (["--n-step", "1000000000"], "--n-step must be between 1 and 50"),
         (["--seed", "-1"], "--seed must be between 0 and"),
         (["--gamma", "nan"], "--gamma must be between 0 and 1"),

@@ -15,6 +15,7 @@ full (100,000 goal states; 500,000 transitions and goal states). The first updat
 """
 
 import contextlib
+import math
 import os
 import signal
 import statistics
@@ -181,13 +182,15 @@ def bench_training(task, seconds):
         (run_folder,) = Path(folder, "runs").iterdir()
         if navigation:
             checkpoint["counters"]["goals"] = 100_000
-            os.truncate(run_folder / "goals.bin", 100_000 * a3c.GoalStorage.record_bytes)
+            os.truncate(run_folder / "goals.bin", 100_000 * (math.prod(a3c.sizes(task)[0]) + 1))
         else:
             checkpoint["counters"] |= {"replay": 500_000, "goals": 500_000}
             checkpoint["under_way"] = [(episode, []) for episode, _ in checkpoint["under_way"]]
-            os.truncate(run_folder / "goal_states.bin", 500_000 * sac.GoalStorage.record.itemsize)
-            os.truncate(run_folder / "replay_frames.bin", 500_000 * sac.ReplayBuffer.frame.itemsize)
-            steps = np.zeros(500_000, sac.ReplayBuffer.step)
+            image_shape, _, num_actions = sac.sizes(task)
+            replay = sac.ReplayBuffer(run_folder, image_shape, num_actions, 500_000, 8)
+            os.truncate(run_folder / "goal_states.bin", 500_000 * (math.prod(image_shape) + 1))
+            os.truncate(run_folder / "replay_frames.bin", 500_000 * replay.frame.itemsize)
+            steps = np.zeros(500_000, replay.step)
             steps["usable"] = True
             steps.tofile(run_folder / "replay_steps.bin")
         torch.save(checkpoint, run_folder / "checkpoint.pt")

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import tyro
 from PIL import Image, ImageDraw, ImageOps
-from tqdm import tqdm
 
 import a3c_gace_vizdoom
 import envs
@@ -139,8 +138,7 @@ def main():
             print(f"wrote {path}")
             continue
         settings = replace(trained, episodes=args.episodes or trained.episodes)
-        with tqdm(desc=f"{trained.task} {split}", unit=" steps") as bar:
-            row = script.evaluate(settings, agent, split, {}, goal=goal, on_step=bar.update)
+        row = script.evaluate(settings, agent, split, {}, goal=goal)
         print(
             f"update {checkpoint['counters']['updates']:,}, {split}: success {row['success_ratio']:.1%}, "
             f"length {row['episode_length']:.1f}, return {row['episode_return']:.2f}",
