@@ -61,7 +61,7 @@ class MultiTargetEnv(gym.Env):
             known = '"seen" or "unseen"' if two else '"seen": only V2, V4 and R2 have an unseen split'
             raise ValueError(f"{task.upper()} has no split {split!r}; use {known}")
         if render_mode not in (None, "rgb_array"):
-            raise ValueError(f"unknown render_mode {render_mode!r}; use None or 'rgb_array'")
+            raise ValueError(f"unknown render_mode {render_mode!r}; use None or 'rgb_array', and 'human' with gym.make")
         self.task, self.split, self.render_mode = task, split, render_mode
         self.observation_space = gym.spaces.Dict(
             image=gym.spaces.Box(0, 255, image_shape, np.uint8), goal=gym.spaces.Discrete(len(self.names))
@@ -671,6 +671,8 @@ def load_mujoco():
     """Import MuJoCo with a rendering backend that works here. It reads MUJOCO_GL once, when it is imported."""
     # Mesa's software renderer hangs after a fork unless it renders without threads, which at 84x84 is faster anyway.
     os.environ.setdefault("LP_NUM_THREADS", "0")
+    # Pygame's window (render_mode="human") must not use OpenGL beside MuJoCo: the X server would end the process.
+    os.environ.setdefault("SDL_FRAMEBUFFER_ACCELERATION", "0")
     display = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     if sys.platform == "linux" and not display and not os.environ.get("MUJOCO_GL"):
         for backend in ("egl", "osmesa"):

@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -82,6 +83,79 @@ def test_spaces_instruction_and_picture(task):
     assert picture.dtype == np.uint8 and picture.shape[0] >= 240 and picture.shape[1] >= 320 and picture.shape[2] == 3
     assert picture.std() > 10
     env.close()
+
+
+@pytest.mark.parametrize(("task", "steps"), [("v1", 25), ("v4", 50), ("r2", 50)])
+def test_wrappers_that_cut_an_episode_lose_nothing(task, steps):
+    assert gym.spec(f"gace/{task.upper()}-v0").max_episode_steps == steps
+    env = make(task, max_episode_steps=3)
+    env.reset(seed=1)
+    for step in (1, 2, 3):
+        _, _, terminated, truncated, info = env.step(env.action_space.sample())
+        assert info == {"is_success": False, "reached": -1} and not terminated and truncated == (step == 3)
+    env.close()
+
+
+@pytest.mark.parametrize("task", ["v1", "r1"])
+def test_record_episode_statistics_and_video(task, tmp_path):
+    env = gym.wrappers.RecordEpisodeStatistics(make(task, render_mode="rgb_array"))
+    env = gym.wrappers.RecordVideo(env, str(tmp_path / "new"), episode_trigger=lambda episode: True, disable_logger=True)
+    env.reset(seed=4)
+    env.action_space.seed(4)
+    rewards, *_, info = play(env, env.action_space.sample)
+    env.close()
+    assert info["episode"]["l"] == len(rewards) and info["episode"]["r"] == pytest.approx(sum(rewards), abs=1e-5)
+    (video,) = tmp_path.glob("new/*.mp4")
+    assert video.stat().st_size > 2000
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("task", ["v1", "r1"])
+def test_vector_environments_play_the_same_episodes(task, mode):
+    vector, alone = gym.make_vec(f"gace/{task.upper()}-v0", num_envs=2, vectorization_mode=mode), make(task)
+    vector.action_space.seed(0)
+    images, actions = [vector.reset(seed=[7, 8])[0]["image"]], []
+    for _ in range(4):
+        actions.append(vector.action_space.sample())
+        observation, _, _, _, info = vector.step(actions[-1])
+        images.append(observation["image"])
+        assert not info["is_success"].any()
+    vector.close()
+    for index, seed in enumerate((7, 8)):
+        assert np.array_equal(alone.reset(seed=seed)[0]["image"], images[0][index])
+        for action, image in zip(actions, images[1:], strict=True):
+            action = int(action[index]) if task == "v1" else action[index]
+            assert np.array_equal(alone.step(action)[0]["image"], image[index])
+    alone.close()
+
+
+HUMAN = """
+import gymnasium as gym, pygame
+import envs
+for task in ("V1", "R1"):
+    env = gym.make(f"gace/{task}-v0", render_mode="human")
+    env.reset(seed=1)
+    env.step(env.action_space.sample())
+    window = pygame.display.get_surface()
+    print(pygame.display.get_driver(), *window.get_size(), pygame.surfarray.array3d(window).std() > 10)
+    env.close()
+"""
+
+
+def test_human_render_mode_opens_a_window():
+    """On a virtual screen if there is one, else with SDL's own dummy."""
+    environment, driver, screen = {**os.environ, "SDL_VIDEODRIVER": "dummy"}, "dummy", None
+    if shutil.which("Xvfb"):
+        read, write = os.pipe()
+        screen = subprocess.Popen(["Xvfb", "-displayfd", str(write)], pass_fds=[write], stderr=subprocess.DEVNULL)
+        environment, driver = {**os.environ, "DISPLAY": f":{os.read(read, 9).decode().strip()}"}, "x11"
+    try:
+        shown = subprocess.run([sys.executable, "-c", HUMAN], env=environment, cwd=ROOT, capture_output=True, text=True)
+    finally:
+        if screen:
+            screen.kill()
+            screen.wait()
+    assert shown.stdout.splitlines()[-2:] == [f"{driver} 660 360 True", f"{driver} 960 480 True"], shown.stderr
 
 
 @pytest.mark.parametrize("task", ["v1", "v3", "r1", "r3"])
