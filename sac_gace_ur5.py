@@ -171,9 +171,9 @@ class Args(Logging, LeftOut, Hyperparameters, Method):
                     raise SystemExit(f"{flag(name)} needs {flag(other)}" + ("" if value is True else f" {value}"))
         if self.exp_name and ("/" in self.exp_name or "__" in self.exp_name):
             raise SystemExit("--exp-name must not contain / or __")
-        self.fixed_goal = self.fixed_goal and self.fixed_goal.lower()
-        if self.fixed_goal not in (None, *envs.goals_of(self.task)):
-            raise SystemExit(f"unknown goal {self.fixed_goal!r}; use one of {', '.join(envs.goals_of(self.task))}")
+        goals, self.fixed_goal = envs.goals_of(self.task), self.fixed_goal and self.fixed_goal.lower()
+        if self.fixed_goal not in (None, *goals):
+            raise SystemExit(f"unknown goal {self.fixed_goal!r}; use one of {', '.join(goals)}")
         if self.num_envs > self.env_steps_per_update:
             raise SystemExit(f"{self.num_envs} environments need --env-steps-per-update {self.num_envs} or more")
         smallest = 4 * self.num_envs  # of two steps in a row, one is usable

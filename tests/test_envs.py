@@ -99,7 +99,9 @@ def test_wrappers_that_cut_an_episode_lose_nothing(task, steps):
 @pytest.mark.parametrize("task", ["v1", "r1"])
 def test_record_episode_statistics_and_video(task, tmp_path):
     env = gym.wrappers.RecordEpisodeStatistics(make(task, render_mode="rgb_array"))
-    env = gym.wrappers.RecordVideo(env, str(tmp_path / "new"), episode_trigger=lambda episode: True, disable_logger=True)
+    env = gym.wrappers.RecordVideo(
+        env, str(tmp_path / "new"), episode_trigger=lambda episode: True, disable_logger=True
+    )
     env.reset(seed=4)
     env.action_space.seed(4)
     rewards, *_, info = play(env, env.action_space.sample)
