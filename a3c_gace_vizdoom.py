@@ -115,8 +115,7 @@ class LeftOut:
     gate_gain: Weight = 4.0
     """factor of the instruction layer's initial weights; with 1, the gates of all goals are nearly equal at first"""
     vae_coef: Weight = 1e-3
-    """coefficient of the VAE loss, chosen so that its gradient on the encoder is about as large as that of the RL loss
-    (World Models trains its VAE alone)"""
+    """coefficient of the VAE loss; its gradient on the encoder is then about as large as the RL loss's"""
     goal_storage_size: Count = 100_000
     """goal states to keep, on disk; the oldest are overwritten first"""
     freeze_discriminator_at: Annotated[int | None, (1, 10**9)] = None

@@ -115,10 +115,9 @@ class LeftOut:
     env_steps_per_update: Count = 32
     """environment steps per update"""
     ae_coef: Weight = 100.0
-    """coefficient of the AE loss, chosen so that its gradient on the encoder is about as large as that of the critic
-    loss (SAC+AE has a second optimiser for the AE loss)"""
+    """coefficient of the AE loss; its gradient on the encoder is then about as large as the critic loss's"""
     curl_coef: Weight = 0.02
-    """coefficient of the CURL loss, chosen in the same way (CURL too has a second optimiser)"""
+    """coefficient of the CURL loss, chosen in the same way"""
     augment: bool = True
     """mirror and shift the goal states of a GACE loss at random; without it, the discriminator memorises them"""
     concat_query: bool = False

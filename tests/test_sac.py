@@ -293,6 +293,19 @@ def test_goal_storage_is_bounded_and_keeps_states_and_labels(tmp_path):
     assert torch.equal(states, images[labels])
 
 
+def test_augmented_images_are_mirrored_and_shifted():
+    image = random_images(1)[0]
+    rows, columns = np.mgrid[:84, :84]
+    expected = {}
+    for mirrored, y, x in itertools.product((False, True), range(-4, 5), range(-4, 5)):
+        seen = columns if not mirrored else 83 - columns
+        moved = image[:, np.clip(rows + y, 0, 83), np.clip(seen + x, 0, 83)]
+        expected[moved.numpy().tobytes()] = mirrored
+    found = sac.augmented(image.expand(2000, -1, -1, -1), np.random.default_rng(0))
+    counts = [expected[image.numpy().tobytes()] for image in found]  # a KeyError is any other change
+    assert len({image.numpy().tobytes() for image in found}) == 162 and 900 < sum(counts) < 1100
+
+
 # ------------------------------------------------------------------------------------------------------- as a user does
 
 BASELINE = (
