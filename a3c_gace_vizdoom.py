@@ -437,7 +437,7 @@ def gace_loss(goal_logits, goal_labels):
 
 def vae_loss(vae, features, images):
     """The A3C+VAE baseline: reconstruction error of every state of the episode, plus the latent's KL divergence."""
-    decoded, mean, log_variance = vae(features)
+    decoded, mean, log_variance = vae(features)  # World Models trains its VAE alone
     reconstruction = F.mse_loss(decoded, images.float() / 255, reduction="none").sum((1, 2, 3))
     divergence = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(-1)
     return (reconstruction + divergence).mean()

@@ -548,7 +548,7 @@ def crop(images, rng=None):
 
 
 def make_optimizers(args, agent):
-    """One Adam for the actor and one for everything else."""
+    """One Adam for the actor and one for everything else. SAC+AE and CURL have a third for their auxiliary loss."""
     rest = [p for name, p in agent.named_parameters() if not name.startswith(("actor.", "decoder."))]
     groups = [{"params": rest}]
     if agent.decoder:
