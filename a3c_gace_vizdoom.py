@@ -846,6 +846,8 @@ def train(args, run_folder, run):
         if args.aux == "gace" and not update:  # the warm-up
             done, total, unit = int(counters["successes"]), args.warmup, " goal states"
         if not bar or bar.unit != unit:
+            if bar:
+                bar.close()
             bar = tqdm(total=total, initial=done, unit=unit, **BAR)
         if means:
             bar.set_postfix_str(f"success {means['charts/success_ratio']:.1%}", refresh=False)

@@ -934,6 +934,8 @@ def train(args, run_folder, run):
             if warming_up:
                 done, total, unit = counters["env_steps"], args.warmup, " steps"
             if not bar or bar.unit != unit:
+                if bar:
+                    bar.close()
                 bar = tqdm(total=total, initial=done, unit=unit, **BAR)
             if recent:
                 bar.set_postfix_str(f"success {np.mean(recent, 0)[0]:.1%}", refresh=False)
