@@ -14,6 +14,7 @@ import argparse
 import ctypes
 import fcntl
 import functools
+import importlib.util
 import io
 import itertools
 import json
@@ -22,7 +23,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, fields, is_dataclass, make_dataclass, replace
+from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
@@ -77,7 +78,7 @@ class Hyperparameters:
     eta: Weight = 0.5
     """coefficient of the GACE loss (Eq. 9); the paper recommends 0.3 to 0.5"""
     epsilon_n: Ratio = 0.0
-    """probability to store the last state of an episode that timed out as a negative"""
+    """probability of storing the last state of an episode that timed out as a negative"""
     gamma: Ratio = 0.99
     """discount"""
     learning_rate: Weight = 2e-4
@@ -101,7 +102,7 @@ class LeftOut:
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0 over --total-updates (paper: constant)"""
     learning_rate_warmup: Annotated[int, (0, 10**9)] = 1_000
-    """updates over which the learning rate rises at the start (authors: 0)"""
+    """updates of linear learning-rate warm-up (authors: 0)"""
     adam_epsilon: Weight = 1e-4
     """Adam's epsilon (authors: 1e-3)"""
     reward_scale: Weight = 0.1
@@ -109,11 +110,11 @@ class LeftOut:
     gae_lambda: Ratio = 0.9
     """lambda of the generalised advantage estimate (authors: 1, the advantage of Eq. 3)"""
     goal_batch_norm: bool = False
-    """normalise goal states over the batch, as the authors do; by default each one alone, as in acting"""
+    """normalise goal states over the batch, as the authors do; by default, each alone, as in acting"""
     augment: bool = True
     """mirror and shift the goal states of a GACE loss at random; without it, the discriminator memorises them"""
     gate_gain: Weight = 4.0
-    """factor of the instruction layer's initial weights; with 1, the gates of all goals are nearly equal at first"""
+    """multiply the instruction layer's initial weights by this; with 1, all goals start with nearly the same gate"""
     vae_coef: Weight = 1e-3
     """coefficient of the VAE loss; its gradient on the encoder is then about as large as the RL loss's"""
     goal_storage_size: Count = 100_000
@@ -131,13 +132,13 @@ class Logging:
     episodes: Count = 500
     """episodes of an evaluation, on each split"""
     accuracy_states: Count = 100
-    """goal states of a random policy on which the discriminator's accuracy is measured, on each split"""
+    """goal states, of a random policy, to measure the discriminator's accuracy on; per split"""
     checkpoint_every: Weight = 60.0
     """seconds between two checkpoints"""
     runs: str = "runs"
-    """folder in which the run's own folder is made"""
+    """parent folder of the run folder"""
     resume: Path | None = None
-    """continue the run in this folder with its own arguments; arguments given now replace them"""
+    """resume the run in this folder with its saved arguments; new arguments replace them"""
     track: bool = False
     """also log to Weights and Biases (needs `pip install wandb`)"""
     wandb_project_name: str = "gace"
@@ -160,10 +161,6 @@ class Args(Logging, LeftOut, Hyperparameters, Method):
             for low, high in getattr(kind, "__metadata__", ()):
                 if value is not None and not low <= value <= high:
                     raise SystemExit(f"{flag(name)} must be between {low} and {high}, not {value}")
-        for other, value, names in NEEDS:  # a flag without effect is refused
-            for name in names.split() if getattr(self, other) != value else ():
-                if getattr(self, name) not in (getattr(Args, name), PAPER.get(name)):
-                    raise SystemExit(f"{flag(name)} needs {flag(other)}" + ("" if value is True else f" {value}"))
         if self.exp_name and ("/" in self.exp_name or "__" in self.exp_name):
             raise SystemExit("--exp-name must not contain / or __")
         self.num_workers = min(self.num_workers, self.num_envs)
@@ -173,9 +170,9 @@ PAPER = {"learning_rate": 7e-5, "anneal_lr": False, "max_grad_norm": 10.0, "entr
 PAPER |= {"learning_rate_warmup": 0, "adam_epsilon": 1e-3, "reward_scale": 1.0, "gae_lambda": 1.0}
 PAPER |= {"goal_batch_size": 50, "goal_batch_norm": True, "augment": False, "gate_gain": 1.0}
 
-GACE_FLAGS = "gdan warmup goal_batch_size eta epsilon_n goal_batch_norm augment goal_storage_size accuracy_states"
-NEEDS = [
-    ("aux", "gace", f"{GACE_FLAGS} freeze_discriminator_at"),
+NEEDS = [  # a flag, its value, and the flags that have no effect with another value
+    ("aux", "gace", "gdan warmup goal_batch_size eta epsilon_n goal_batch_norm augment goal_storage_size"),
+    ("aux", "gace", "accuracy_states freeze_discriminator_at"),
     ("aux", "vae", "vae_coef"),
     ("track", True, "wandb_project_name wandb_entity"),
 ]
@@ -186,14 +183,17 @@ def flag(name):
 
 
 def make_env(task, split="seen"):
-    """Makes the environment. To train on your own, change this function and `Method.task`."""
+    """Makes the environment. To train on another one, see "Copying a script" in the README."""
     return gym.make(f"gace/{task.upper()}-v0", split=split)
 
 
 @functools.cache
 def sizes(task):
-    """The shape of an image, the number of goals and the number of actions."""
-    env = make_env(task)
+    """Returns the shape of an image, the number of goals and the number of actions."""
+    try:
+        env = make_env(task)
+    except gym.error.Error as error:  # for example, there is no renderer
+        raise SystemExit(str(error)) from None
     return env.observation_space["image"].shape, int(env.observation_space["goal"].n), int(env.action_space.n)
 
 
@@ -295,7 +295,7 @@ class VAE(nn.Module):
         self.linear = nn.Sequential(nn.Linear(latent, 64 * math.prod(smallest)), nn.Unflatten(1, (64, *smallest)))
         channels = (64, 64, 32, 32, image_shape[0])
         self.deconvs = nn.ModuleList(
-            nn.ConvTranspose2d(i, o, 3, 2, 1, output_padding=[1 - side % 2 for side in size])  # twice the size
+            nn.ConvTranspose2d(i, o, 3, 2, 1, output_padding=[1 - side % 2 for side in size])  # doubles the size
             for i, o, size in zip(channels[:-1], channels[1:], reversed(larger), strict=True)
         )
 
@@ -331,10 +331,6 @@ class Agent(nn.Module):
         nn.init.orthogonal_(self.actor_critic.policy[-1].weight, 0.1)
         nn.init.orthogonal_(self.actor_critic.value[-1].weight, 0.1)
 
-    def query(self, features):
-        # The RL loss trains the discriminator's hidden layer through the query, as in the authors' code.
-        return self.goal_discriminator.query(features) if self.actor_critic.gdan else None
-
     @torch.no_grad()
     def act(self, images, goals, memory):
         """One step in several environments: images (envs, 16, 42, 42), goals (envs,), LSTM state (2, envs, 256)."""
@@ -342,7 +338,7 @@ class Agent(nn.Module):
         gated, gate = self.actor_critic.gated(features, goals)
         weights = self.actor_critic.lstm.all_weights[0]
         memory = torch.stack(torch.lstm_cell(torch.cat([gated, gate], -1), tuple(memory), *weights))
-        logits, value = self.actor_critic.heads(gated, memory[0], self.query(features))
+        logits, value = self.actor_critic.heads(gated, memory[0], self.goal_discriminator.query(features))
         return logits, value, memory
 
     def forward(self, images, goals):
@@ -350,7 +346,8 @@ class Agent(nn.Module):
         features = self.feature_extractor(images, per_frame=True)
         gated, gate = self.actor_critic.gated(features, goals)
         memory = self.actor_critic.lstm(torch.cat([gated, gate], -1)[:, None])[0][:, 0]
-        return *self.actor_critic.heads(gated, memory, self.query(features)), features
+        query = self.goal_discriminator.query(features)  # not detached: the RL loss trains it too, as the authors do
+        return *self.actor_critic.heads(gated, memory, query), features
 
     def classify(self, images):
         """Returns the logits of the goals that goal states belong to (Eq. 6 and 7)."""
@@ -412,8 +409,7 @@ def discounted_sums(rewards, gamma):
 
 def estimate_advantages(rewards, values, gamma, gae_lambda):
     """Generalised advantage estimate; with lambda 1 it is R_t - V(s_t), the advantage of Eq. 3."""
-    next_values = [*values[1:], 0.0]
-    deltas = [r + gamma * v2 - v for r, v, v2 in zip(rewards, values, next_values, strict=True)]
+    deltas = [r + gamma * v2 - v for r, v, v2 in zip(rewards, values, [*values[1:], 0.0], strict=True)]
     return discounted_sums(deltas, gamma * gae_lambda)
 
 
@@ -437,7 +433,7 @@ def gace_loss(goal_logits, goal_labels):
 
 def vae_loss(vae, features, images):
     """The A3C+VAE baseline: reconstruction error of every state of the episode, plus the latent's KL divergence."""
-    decoded, mean, log_variance = vae(features)  # World Models trains its VAE alone
+    decoded, mean, log_variance = vae(features)  # World Models trains its VAE alone; here it shares the encoder
     reconstruction = F.mse_loss(decoded, images.float() / 255, reduction="none").sum((1, 2, 3))
     divergence = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(-1)
     return (reconstruction + divergence).mean()
@@ -447,7 +443,7 @@ def vae_loss(vae, features, images):
 
 
 def crop(image, place=(0.5, 0.5)):
-    """RAD: crops 6/7 of height and width (RAD: 84 of 100 pixels), at a place from (0, 0), the upper left, to (1, 1)."""
+    """Crops 6/7 of height and width (RAD: 84 of 100 pixels). (0, 0) is the upper left, (0.5, 0.5) the middle."""
     height, width = image.shape[-2:]
     y, x = (int(share * (side - side * 6 // 7 + 1)) for share, side in zip(place, (height, width), strict=True))
     return image[..., y : y + height * 6 // 7, x : x + width * 6 // 7]
@@ -492,7 +488,7 @@ class Episode:
         return None if self.terminated else (self.images[-1], self.num_goals)
 
     @property
-    def usable(self):  # the authors use no episodes of one step
+    def usable(self):  # the authors skip episodes of one step
         return len(self.rewards) > 1 and "engine_died" not in self.info
 
 
@@ -520,16 +516,18 @@ def evaluate(args, agent, split, goal_states, goal=None, on_step=lambda: None, n
     """Plays the same `args.episodes` episodes every time, with the most likely action. Returns a row of metrics."""
     episodes = [Episode(args, split) for _ in range(min(num_envs, args.episodes))]
     results, bar = [], tqdm(desc=f"evaluating {split}", total=args.episodes, unit=" episodes", **BAR, leave=False)
-    for first in range(0, args.episodes, len(episodes)):
-        batch = dict(enumerate(episodes[: args.episodes - first], first))
-        while batch:
-            for seed, episode in batch.items():
-                episode.begin([2**31, seed], goal, center_crop=True)
-            play(agent, list(batch.values()), "greedy", on_step=on_step)
-            played = [episode for episode in batch.values() if "engine_died" not in episode.info]
-            results += [(episode.info["is_success"], len(episode.rewards), sum(episode.rewards)) for episode in played]
-            batch = {seed: episode for seed, episode in batch.items() if "engine_died" in episode.info}
-            bar.update(len(played))
+    seeds = list(range(args.episodes))
+    while seeds:
+        batch, seeds = list(zip(episodes, seeds, strict=False)), seeds[len(episodes) :]
+        for episode, seed in batch:
+            episode.begin([2**31, seed], goal, center_crop=True)
+        play(agent, [episode for episode, _ in batch], "greedy", on_step=on_step)
+        for episode, seed in batch:
+            if "engine_died" in episode.info:
+                seeds.append(seed)
+            else:
+                results.append((episode.info["is_success"], len(episode.rewards), sum(episode.rewards)))
+        bar.update(len(results) - bar.n)
     bar.close()
     for episode in episodes:
         episode.env.close()
@@ -543,7 +541,7 @@ def collect_goal_states(args, split, on_step):
     episode, states, labels = Episode(args, split), [], []
     for seed in itertools.count():
         label = len(labels) % (episode.num_goals + (args.epsilon_n > 0))
-        for blind in (True, False):  # images only of what is kept
+        for blind in (True, False):  # play blind first, then render only what is kept
             episode.begin([2**31 + 1, seed], goal=label % episode.num_goals, blind=blind)
             play(None, [episode], "random", on_step=on_step)
             found = episode.goal_state()
@@ -559,8 +557,8 @@ def collect_goal_states(args, split, on_step):
 
 @torch.no_grad()
 def discriminator_accuracy(args, agent, states, labels):
-    """The share of goal states whose goal the discriminator names."""
-    # In batches as in training, which matters with --goal-batch-norm.
+    """Share of goal states that the discriminator classifies correctly."""
+    # In batches of the training size: --goal-batch-norm depends on the batch.
     guesses = torch.cat([agent.classify(batch).argmax(-1) for batch in states.split(args.goal_batch_size)])
     return (guesses == labels).float().mean().item()
 
@@ -606,13 +604,13 @@ def learn(args, agent, gradient, episode, storage, frozen, device):
         states, labels = storage.sample(args.goal_batch_size, episode.rng)
         states = augmented(states, episode.rng) if args.augment else states
         states, labels = torch.from_numpy(states).to(device), torch.from_numpy(labels).to(device)
-        with torch.set_grad_enabled(not frozen):
-            goal_logits = agent.classify(states)
-            if labels.max() >= goal_logits.shape[-1]:
-                raise OSError("goals.bin is damaged: it holds labels of no goal")
-            report["losses/gace_loss"] = gace_loss(goal_logits, labels)
+        goal_logits = agent.classify(states)
+        if labels.max() >= goal_logits.shape[-1]:
+            raise OSError("goals.bin is damaged: it contains an unknown label")
+        report["losses/gace_loss"] = gace_loss(goal_logits, labels)
         report["losses/batch_accuracy"] = (goal_logits.argmax(-1) == labels).float().mean()
-        loss = loss + args.eta * report["losses/gace_loss"]  # Eq. 9
+        if not frozen:
+            loss = loss + args.eta * report["losses/gace_loss"]  # Eq. 9
     elif args.aux == "vae":
         report["losses/vae_loss"] = vae_loss(agent.vae, features, images)
         loss = loss + args.vae_coef * report["losses/vae_loss"]
@@ -650,8 +648,8 @@ def worker(index, args, run_folder, adam, counters, totals, snapshot, lock):
     episodes = [Episode(args) for _ in range(index, args.num_envs, args.num_workers)]
 
     while not counters["stop"] and counters["updates"] < args.total_updates:
-        # One episode in each environment. The parameters that play an episode also learn from it, as if each
-        # environment had a worker of its own.
+        # One episode in each environment. The gradient is that of the parameters that played the episode, as with one
+        # worker per environment.
         local.copy_(parameters.detach())
         warming_up = args.aux == "gace" and counters["successes"] < args.warmup
         for episode in episodes:
@@ -660,7 +658,7 @@ def worker(index, args, run_folder, adam, counters, totals, snapshot, lock):
                 number = int(counters["episodes"])
             episode.begin([args.seed, number], blind=warming_up)
         play(agent, episodes, "random" if warming_up else "sampled", device)
-        if warming_up:  # play the episodes that may be stored again, with images
+        if warming_up:  # replay the episodes that may be stored, this time with images
             again = [episode for episode in episodes if episode.info["is_success"] or args.epsilon_n]
             for episode in again:
                 episode.begin(episode.seed)
@@ -688,7 +686,7 @@ def worker(index, args, run_folder, adam, counters, totals, snapshot, lock):
             if learning:
                 frozen = args.freeze_discriminator_at is not None and update > args.freeze_discriminator_at
                 report |= learn(args, agent, gradient, episode, storage, frozen, device)
-                if frozen:  # else Adam's momentum would still move its weights
+                if frozen:  # otherwise Adam's momentum would still change the discriminator
                     adam.state[parameters]["exp_avg"][discriminator_start:discriminator_end] = 0
                 parameters.grad = gradient.to("cpu")
                 report["charts/learning_rate"] = adam.param_groups[0]["lr"] = learning_rate(args, update)
@@ -724,11 +722,9 @@ REPORTED = """
 
 
 def algorithm(args):
-    if args.exp_name:
-        return args.exp_name
-    name = "a3c" + ("" if args.aux == "none" else f"+{args.aux}") + ("+gdan" if args.gdan else "")
-    frozen = "" if args.freeze_discriminator_at is None else f"+frozen{args.freeze_discriminator_at}"
-    return name + frozen + ("+paper" if args.paper else "")
+    frozen = args.freeze_discriminator_at and f"frozen{args.freeze_discriminator_at}"
+    parts = ["a3c", args.aux != "none" and args.aux, args.gdan and "gdan", frozen, args.paper and "paper"]
+    return args.exp_name or "+".join(filter(None, parts))
 
 
 def save_run(run_folder, checkpoint):
@@ -747,13 +743,13 @@ def save_run(run_folder, checkpoint):
 
 
 def load_checkpoint(path):
-    """Returns a checkpoint, its Args and its agent, or says in one line what is wrong with it."""
+    """Returns a checkpoint, its Args and its agent, or exits with a line that says what is wrong with it."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         known = {field.name for field in fields(Args)}
         args = Args(**{name: value for name, value in checkpoint["args"].items() if name in known})
         agent = Agent(args)
-        agent.load_state_dict(checkpoint["agent"])  # the agents in results/ have 16 bits
+        agent.load_state_dict(checkpoint["agent"])  # converts the 16-bit agents in results/
         return checkpoint, args, agent
     except FileNotFoundError:
         raise SystemExit(f"{path} does not exist") from None
@@ -763,7 +759,7 @@ def load_checkpoint(path):
 
 
 def new_run(args):
-    """The checkpoint of a run that has not begun."""
+    """Returns the initial checkpoint of a run."""
     torch.manual_seed(args.seed)
     agent = Agent(args)
     size = sum(parameter.numel() for parameter in agent.parameters())
@@ -783,7 +779,7 @@ def check_form(content, form, path):
     """Refuses a checkpoint that lacks a part of a run, as the agents in results/ do."""
     for name, value in form.items():
         if not isinstance(content.get(name), type(value)):
-            raise SystemExit(f"{path} has no {name!r} of a run: it cannot be resumed")
+            raise SystemExit(f"{path} has no {name!r}: it is not the checkpoint of a run")
         if isinstance(value, dict) and name != "args":
             check_form(content[name], value, path)
 
@@ -795,7 +791,7 @@ def train(args, run_folder, run):
     agent.load_state_dict(run["agent"])
     rows, started = run["rows"], time.monotonic() - run["seconds"]
 
-    # What the workers share with this process. The checkpoint refers to the shared tensors.
+    # Shared with the workers. The checkpoint holds the same tensors.
     parameters = nn.Parameter(flatten(agent)[0].share_memory_())
     adam = torch.optim.Adam([parameters], args.learning_rate, eps=args.adam_epsilon, amsgrad=True, fused=True)
     adam.state[parameters] = run["adam"] = {name: moment.share_memory_() for name, moment in run["adam"].items()}
@@ -817,7 +813,6 @@ def train(args, run_folder, run):
     writer = SummaryWriter(run_folder, purge_step=int(counters["updates"]) + 1)
     writer.add_text("hyperparameters", "|name|value|\n|-|-|\n" + "".join(f"|{k}|{v}|\n" for k, v in vars(args).items()))
     bar, means, logged, saved = None, {}, totals.sum(0), -np.inf
-    logged_at, logged_steps = time.monotonic(), int(counters["env_steps"])
 
     def save():
         nonlocal saved
@@ -828,7 +823,7 @@ def train(args, run_folder, run):
 
     def log():
         """Shows the progress, logs and saves. Raises the error of a worker, and KeyboardInterrupt after a signal."""
-        nonlocal bar, means, logged, logged_at, logged_steps
+        nonlocal bar, means, logged
         if signals:
             raise KeyboardInterrupt
         if any(process.exitcode for process in workers.processes):
@@ -837,11 +832,10 @@ def train(args, run_folder, run):
         update, sums = int(counters["updates"]), totals.sum(0)
         if sums[0, 1] - logged[0, 1] >= 500:  # episodes
             means = {k: total / n for k, (total, n) in zip(REPORTED, (sums - logged).tolist(), strict=True) if n}
-            now, steps = time.monotonic(), int(counters["env_steps"])
-            speed = {"charts/env_steps": steps, "charts/SPS": (steps - logged_steps) / (now - logged_at)}
-            for name, number in (means | speed).items() if update else ():
+            logged, steps = sums, int(counters["env_steps"])
+            means |= {"charts/env_steps": steps, "charts/SPS": steps / (time.monotonic() - started)}
+            for name, number in means.items() if update else ():
                 writer.add_scalar(name, number, update)
-            logged, logged_at, logged_steps = sums, now, steps
         done, total, unit = update, args.total_updates, " updates"
         if args.aux == "gace" and not update:  # the warm-up
             done, total, unit = int(counters["successes"]), args.warmup, " goal states"
@@ -855,7 +849,7 @@ def train(args, run_folder, run):
         if time.monotonic() - saved > args.checkpoint_every:
             save()
 
-    # Workers keep freed memory: without this, new memory pages take a seventh of the time of an update.
+    # Workers keep freed memory. Otherwise, new memory pages take a seventh of an update.
     os.environ |= {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**29)}
     # Only the main process handles signals: the workers inherit the mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
@@ -876,7 +870,7 @@ def train(args, run_folder, run):
                 evaluated = int(counters["snapshot"])
                 point = {"update": evaluated, "env_steps": int(counters["env_steps"])}
                 point["seconds"] = round(time.monotonic() - started, 1)
-                evaluated_agent = Agent(args)  # the workers go on meanwhile
+                evaluated_agent = Agent(args)  # the workers keep training
                 flatten(evaluated_agent)[0].copy_(snapshot)
                 new = [
                     point | evaluate(args, evaluated_agent, split, run["goal_states"], on_step=log) for split in splits
@@ -909,7 +903,7 @@ FIXED = "task gdan aux seed epsilon_n goal_storage_size accuracy_states exp_name
 
 
 def open_run(run_folder, new):
-    """Makes or opens a run folder. Its lock, which ends with the process, lets only one process train a run."""
+    """Makes or opens a run folder, and locks it until this process ends, so that only one process trains a run."""
     try:
         if new:
             run_folder.mkdir(parents=True)
@@ -920,13 +914,20 @@ def open_run(run_folder, new):
         raise SystemExit(f"cannot use the run folder {run_folder}: {error.strerror}") from None
 
 
-def read_flags(defaults):
-    """Reads the command line."""
-    groups = [kind for kind in reversed(Args.__mro__[1:]) if is_dataclass(kind)]
+def read_flags(defaults, arguments=None):
+    """Reads the command line. Refuses a flag that has no effect."""
+    groups = Args.__bases__[::-1]
     flags = make_dataclass("Flags", [(kind.__name__, kind) for kind in groups])
     given = flags(*(kind(**{f.name: getattr(defaults, f.name) for f in fields(kind)}) for kind in groups))
-    given = tyro.cli(flags, description=__doc__, default=given, config=(tyro.conf.OmitArgPrefixes,))
-    return Args(**{name: value for group in vars(given).values() for name, value in vars(group).items()})
+    given = tyro.cli(flags, args=arguments, description=__doc__, default=given, config=(tyro.conf.OmitArgPrefixes,))
+    args = Args(**{name: value for group in vars(given).values() for name, value in vars(group).items()})
+    if args.track and not importlib.util.find_spec("wandb"):
+        raise SystemExit("--track needs Weights and Biases: pip install wandb")
+    for other, value, names in NEEDS:
+        for name in names.split():
+            if getattr(args, other) != value and getattr(args, name) != getattr(defaults, name):
+                raise SystemExit(f"{flag(name)} needs {flag(other)}" + ("" if value is True else f" {value}"))
+    return args
 
 
 def main():
@@ -943,26 +944,24 @@ def main():
         stored = min(run["counters"]["goals"], defaults.goal_storage_size) * (math.prod(sizes(defaults.task)[0]) + 1)
         if (goals.stat().st_size if goals.exists() else 0) < stored:
             raise SystemExit(f"{run_folder}/goals.bin has lost goal states: the run cannot be resumed")
-    args = read_flags(defaults)
-    for name in FIXED if run_folder else ():
-        if getattr(args, name) != getattr(defaults, name):
-            raise SystemExit(f"a resumed run keeps its {flag(name)}: {getattr(defaults, name)}")
-    if not run_folder:
+        args = read_flags(defaults)
+        for name in FIXED:
+            if getattr(args, name) != getattr(defaults, name):
+                raise SystemExit(f"a resumed run cannot change {flag(name)}: it is {getattr(defaults, name)}")
+    else:
+        args = read_flags(defaults)
         run = new_run(args)
         run_folder = Path(args.runs, f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}")
+        open_run(run_folder, new=True)
     if args.track:
-        try:
-            import wandb
-        except ImportError:
-            raise SystemExit("--track needs Weights and Biases: pip install wandb") from None
+        import wandb
+
         name = run_folder.name
         account = {"project": args.wandb_project_name, "entity": args.wandb_entity}
         wandb.init(**account, name=name, id=name, resume="allow", sync_tensorboard=True, config=vars(args))
-    if not early.resume:
-        open_run(run_folder, new=True)
     print(f"Training {algorithm(args)} on {args.task}, seed {args.seed}. The bar counts updates, one per episode.")
     if args.aux == "gace" and not run["counters"]["updates"]:
-        print(f"First comes the warm-up: a random policy collects {args.warmup:,} goal states.")
+        print(f"The warm-up comes first: a random policy collects {args.warmup:,} goal states.")
     print(f"run folder: {run_folder} (curves: tensorboard --logdir {run_folder.parent})\nCtrl-C saves and stops.")
     resume = f"python {sys.argv[0]} --resume {run_folder}"
     expected = OSError, FloatingPointError, gym.error.Error
@@ -972,12 +971,10 @@ def main():
         problem = str(error).strip()
         last = problem.splitlines()[-1]
         if last.split(":")[0].split(".")[-1] in [kind.__name__ for kind in expected]:
-            problem = last  # a worker's traceback tells nothing more
+            problem = last  # the traceback adds nothing
         raise SystemExit(f"{problem}\nThe run stopped. Resume with: {resume}") from None
-    if finished:
-        print(f"results: {run_folder}/metrics.csv\nwatch the agent: python -m tools.enjoy {run_folder}/checkpoint.pt")
-    else:
-        print(f"resume: {resume}")
+    results = f"results: {run_folder}/metrics.csv\nwatch the agent: python -m tools.enjoy {run_folder}/checkpoint.pt"
+    print(results if finished else f"resume: {resume}")
 
 
 if __name__ == "__main__":

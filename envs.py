@@ -687,7 +687,7 @@ def load_mujoco():
             importlib.reload(sys.modules["mujoco.rendering.classic.gl_context"])
     try:
         import mujoco
-    except (AttributeError, ImportError, OSError) as error:
+    except (AttributeError, ImportError, OSError, RuntimeError) as error:
         raise gym.error.DependencyNotInstalled(
             GL_HELP.format(f" with MUJOCO_GL={os.environ.get('MUJOCO_GL')}: {error}")
         ) from None

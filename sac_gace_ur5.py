@@ -14,6 +14,7 @@ import copy
 import ctypes
 import fcntl
 import functools
+import importlib.util
 import io
 import itertools
 import json
@@ -24,7 +25,7 @@ import signal
 import sys
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, fields, is_dataclass, make_dataclass, replace
+from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
@@ -73,7 +74,7 @@ class Hyperparameters:
     warmup: Count = 50_000
     """environment steps with a random policy before the first update (paper: 10,000)"""
     epsilon_n: Ratio = 0.05
-    """probability to store the last state of an episode that timed out as a negative (in the warm-up: 1)"""
+    """probability of storing the last state of an episode that timed out as a negative (in the warm-up: 1)"""
     tau: Ratio = 0.005
     """target smoothing coefficient"""
     batch_size: Count = 128
@@ -107,7 +108,7 @@ class LeftOut:
     exploration_noise: Weight = 0.2
     """standard deviation of the deterministic policy's noise"""
     action_penalty: Weight = 1e-3
-    """coefficient of the squared action before the tanh in the actor loss; without it, actions saturate"""
+    """coefficient of the penalty on squared actions before the tanh; without it, actions saturate"""
     n_step: Annotated[int, (1, 50)] = 5
     """rewards summed in the critic's target before bootstrapping (SAC: 1)"""
     num_envs: Count = 8
@@ -135,13 +136,13 @@ class Logging:
     episodes: Count = 100
     """episodes of an evaluation, on each split"""
     accuracy_states: Count = 100
-    """states of a random policy on which the discriminator's accuracy is measured, on each split"""
+    """states, of a random policy, to measure the discriminator's accuracy on; per split"""
     checkpoint_every: Weight = 60.0
     """seconds between two checkpoints"""
     runs: str = "runs"
-    """folder in which the run's own folder is made"""
+    """parent folder of the run folder"""
     resume: Path | None = None
-    """continue the run in this folder with its own arguments; arguments given now replace them"""
+    """resume the run in this folder with its saved arguments; new arguments replace them"""
     track: bool = False
     """also log to Weights and Biases (needs `pip install wandb`)"""
     wandb_project_name: str = "gace"
@@ -164,10 +165,6 @@ class Args(Logging, LeftOut, Hyperparameters, Method):
             for low, high in getattr(kind, "__metadata__", ()):
                 if value is not None and not low <= value <= high:
                     raise SystemExit(f"{flag(name)} must be between {low} and {high}, not {value}")
-        for other, value, names in NEEDS:  # a flag without effect is refused
-            for name in names.split() if getattr(self, other) != value else ():
-                if getattr(self, name) not in (getattr(Args, name), PAPER.get(name)):
-                    raise SystemExit(f"{flag(name)} needs {flag(other)}" + ("" if value is True else f" {value}"))
         if self.exp_name and ("/" in self.exp_name or "__" in self.exp_name):
             raise SystemExit("--exp-name must not contain / or __")
         goals, self.fixed_goal = envs.goals_of(self.task), self.fixed_goal and self.fixed_goal.lower()
@@ -175,7 +172,7 @@ class Args(Logging, LeftOut, Hyperparameters, Method):
             raise SystemExit(f"unknown goal {self.fixed_goal!r}; use one of {', '.join(goals)}")
         if self.num_envs > self.env_steps_per_update:
             raise SystemExit(f"{self.num_envs} environments need --env-steps-per-update {self.num_envs} or more")
-        smallest = 4 * self.num_envs  # of two steps in a row, one is usable
+        smallest = 4 * self.num_envs  # at least one of two consecutive steps is usable
         if self.replay_size < smallest:
             raise SystemExit(f"{self.num_envs} environments need a --replay-size of at least {smallest}")
 
@@ -183,7 +180,7 @@ class Args(Logging, LeftOut, Hyperparameters, Method):
 PAPER = dict(warmup=10_000, learning_rate=7e-5, n_step=1, action_penalty=0.0, augment=False, num_envs=1)
 PAPER["env_steps_per_update"] = 1
 
-NEEDS = [
+NEEDS = [  # a flag, its value, and the flags that have no effect with another value
     ("aux", "gace", "gdan goal_batch_size eta epsilon_n augment goal_storage_size accuracy_states"),
     ("aux", "ae", "ae_coef"),
     ("aux", "curl", "curl_coef"),
@@ -199,14 +196,17 @@ def flag(name):
 
 
 def make_env(task, split="seen"):
-    """Makes the environment. To train on your own, change this function and `Method.task`."""
+    """Makes the environment. To train on another one, see "Copying a script" in the README."""
     return gym.make(f"gace/{task.upper()}-v0", split=split)
 
 
 @functools.cache
 def sizes(task):
-    """The shape of an image, the number of goals and the numbers in an action."""
-    env = make_env(task)
+    """Returns the shape of an image, the number of goals and the length of an action."""
+    try:
+        env = make_env(task)
+    except gym.error.Error as error:  # for example, there is no renderer
+        raise SystemExit(str(error)) from None
     return env.observation_space["image"].shape, int(env.observation_space["goal"].n), env.action_space.shape[0]
 
 
@@ -312,10 +312,8 @@ class Actor(nn.Module):
     def forward(self, features, query, goals, explore=True):
         """Returns actions (batch, 6), log-probabilities (0 if deterministic), and the means before the tanh."""
         mean, *log_std = self.head(self.conditioning(features, query, goals)).split(self.actions, -1)
-        if not explore:
-            return torch.tanh(mean), torch.zeros_like(mean[:, 0]), mean
-        if not self.gaussian:
-            noise = (self.noise * torch.randn_like(mean)).clamp(-2.5 * self.noise, 2.5 * self.noise)
+        if not explore or not self.gaussian:
+            noise = (self.noise * torch.randn_like(mean)).clamp(-2.5 * self.noise, 2.5 * self.noise) if explore else 0.0
             return (torch.tanh(mean) + noise).clamp(-1, 1), torch.zeros_like(mean[:, 0]), mean
         normal = torch.distributions.Normal(mean, log_std[0].clamp(-10, 2).exp())
         before_tanh = normal.rsample()
@@ -345,7 +343,7 @@ class Decoder(nn.Module):
         self.linear = nn.Sequential(nn.Linear(hidden_size, 64 * math.prod(smallest)), nn.Unflatten(1, (64, *smallest)))
         channels = (64, 64, 32, 32, image_shape[0])
         self.deconvs = nn.ModuleList(
-            nn.ConvTranspose2d(i, o, 3, 2, 1, output_padding=[1 - side % 2 for side in size])  # twice the size
+            nn.ConvTranspose2d(i, o, 3, 2, 1, output_padding=[1 - side % 2 for side in size])  # doubles the size
             for i, o, size in zip(channels[:-1], channels[1:], reversed(larger), strict=True)
         )
 
@@ -362,7 +360,7 @@ class Agent(nn.Module):
     def __init__(self, args):
         super().__init__()
         size, (image_shape, goals, actions) = args.hidden_size, sizes(args.task)
-        self.gdan, self.curl = args.gdan, args.aux == "curl"
+        self.curl = args.aux == "curl"
         seen_shape = crop(torch.zeros(image_shape)).shape if self.curl else image_shape
         self.feature_extractor = FeatureExtractor(seen_shape, size)
         self.goal_discriminator = GoalDiscriminator(size, goals + 1)
@@ -373,9 +371,6 @@ class Agent(nn.Module):
         self.contrast = nn.Parameter(torch.rand(size, size) * 50 / size) if self.curl else None
         self.to(memory_format=torch.channels_last)  # twice as fast on a CPU
 
-    def query(self, features):
-        return self.goal_discriminator.query(features) if self.gdan else None
-
     @torch.no_grad()
     def act(self, images, goals, explore):
         """Chooses actions from NumPy images (envs, 3, 84, 84) and goals (envs,)."""
@@ -383,14 +378,14 @@ class Agent(nn.Module):
         images = torch.from_numpy(images).to(device, memory_format=torch.channels_last)
         features = self.feature_extractor(crop(images) if self.curl else images)
         goals = torch.as_tensor(goals, device=device)
-        return self.actor(features, self.query(features), goals, explore)[0].cpu().numpy()
+        return self.actor(features, self.goal_discriminator.query(features), goals, explore)[0].cpu().numpy()
 
 
 # ----------------------------------------------------------------------------------------------- replay, goal storage
 
 
 class RingFile:
-    """The newest records of equal size, in a file that takes up disk only as it fills."""
+    """A ring buffer of records of equal size, in a file that grows as it fills."""
 
     def __init__(self, path, dtype, capacity, count):
         self.file = os.open(path, os.O_RDWR | os.O_CREAT)
@@ -398,7 +393,7 @@ class RingFile:
         if os.fstat(self.file).st_size < min(count, capacity) * self.dtype.itemsize:
             raise SystemExit(f"{path} is damaged or lost: the run cannot be resumed")
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_RANDOM)  # do not read the neighbours of a record
+            os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
 
     def write(self, index, records):
         data = records.tobytes()
@@ -408,7 +403,7 @@ class RingFile:
     def read(self, indices):
         offsets = (indices % self.capacity * self.dtype.itemsize).tolist()
         if hasattr(os, "posix_fadvise"):
-            for offset in offsets:  # let the disk fetch all records at once
+            for offset in offsets:  # prefetch all records at once
                 os.posix_fadvise(self.file, offset, self.dtype.itemsize, os.POSIX_FADV_WILLNEED)
         records = np.empty((len(offsets), self.dtype.itemsize), np.uint8)
         for record, offset in zip(records, offsets, strict=True):
@@ -568,31 +563,30 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
 
     with torch.no_grad():
         next_features = target.feature_extractor(next_images)
-        next_query = target.query(next_features)
-        # The target has its own actor, unlike SAC's. It fits the target's features, which saves an encoder pass.
+        next_query = target.goal_discriminator.query(next_features)
+        # Unlike in SAC, the next action comes from a target actor. It fits the target's features: one encoder pass.
         next_actions, next_log_probs, _ = target.actor(next_features, next_query, goals)
         next_values = target.critic(next_features, next_query, goals, next_actions).min(0).values
         targets = critic_target(returns, discounts, next_values, next_log_probs, entropy_coef)
 
-    agent.train()  # batch normalisation by the batch
+    agent.train()  # batch normalisation with the statistics of the batch
     if args.aux == "gace":
         goal_images, goal_labels = storage.sample(args.goal_batch_size, rng)
         goal_images = (augmented(goal_images, rng) if args.augment else goal_images).to(device)
         goal_labels = goal_labels.to(device)
-        features, goal_features = agent.feature_extractor(torch.cat([images, goal_images])).split(
-            [args.batch_size, args.goal_batch_size]
-        )
+        encoded = agent.feature_extractor(torch.cat([images, goal_images]))
+        features, goal_features = encoded[: args.batch_size], encoded[args.batch_size :]
     else:
         features = agent.feature_extractor(images)
     agent.eval()
-    query = agent.query(features)
+    query = agent.goal_discriminator.query(features)
     values = agent.critic(features, query, goals, actions)
     loss = loss_critic = critic_loss(values, targets)
     report = {"losses/critic_loss": loss_critic, "losses/values": values.mean()}
     if args.aux == "gace":
         goal_logits = agent.goal_discriminator(goal_features)
         if goal_labels.max() >= goal_logits.shape[-1]:
-            raise OSError("goal_states.bin is damaged: it holds labels of no goal")
+            raise OSError("goal_states.bin is damaged: it contains an unknown label")
         report["losses/gace_loss"] = gace_loss(goal_logits, goal_labels)
         report["losses/batch_accuracy"] = (goal_logits.argmax(-1) == goal_labels).float().mean()
         loss = loss + args.eta * report["losses/gace_loss"]  # Eq. 9
@@ -608,8 +602,7 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
     loss.backward()
     critic_optimizer.step()
 
-    features = features.detach()  # the actor loss trains neither encoder nor discriminator ...
-    query = query.detach() if args.gdan else None
+    features, query = features.detach(), query.detach()  # the actor loss trains neither encoder nor discriminator ...
     agent.critic.requires_grad_(False)  # ... nor the critic
     new_actions, log_probs, means = agent.actor(features, query, goals, explore=args.policy == "gaussian")
     new_values = agent.critic(features, query, goals, new_actions)
@@ -625,12 +618,11 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
     return {name: float(number.detach()) for name, number in report.items()}
 
 
-@torch.no_grad()
 def soft_update(target, agent, tau):
     """Moves the target networks and their batch statistics towards the agent."""
-    for mine, theirs in ((target.parameters(), agent.parameters()), (target.buffers(), agent.buffers())):
-        pairs = [(m, t) for m, t in zip(mine, theirs, strict=True) if m.is_floating_point()]
-        torch._foreach_lerp_(*map(list, zip(*pairs, strict=True)), tau)
+    for old, new in zip(target.state_dict().values(), agent.state_dict().values(), strict=True):
+        if old.is_floating_point():
+            old.lerp_(new, tau)
 
 
 # ------------------------------------------------------------------------------------------------------------- playing
@@ -686,12 +678,12 @@ def collect_goal_states(args, split, on_step):
     bar = tqdm(desc=f"states to measure the discriminator ({split})", total=args.accuracy_states, **BAR)
     for seed in itertools.count(2**29):
         label = len(labels) % (player.num_goals + 1)
-        for blind in (True, False):  # images only of what is kept
+        for blind in (True, False):  # play blind first, then render only what is kept
             player.begin(seed, label % player.num_goals, blind)
             rng = np.random.default_rng(seed)
             while not player.over:
                 on_step()
-                player.step(rng.uniform(-1, 1, player.num_actions))
+                player.step(rng.uniform(-1, 1, player.num_actions).astype(np.float32))
             found = player.goal_state()
             if not found or found[1] != label:
                 break
@@ -707,7 +699,7 @@ def collect_goal_states(args, split, on_step):
 
 @torch.no_grad()
 def discriminator_accuracy(agent, states, labels):
-    """The share of states whose class the discriminator names."""
+    """Share of states that the discriminator classifies correctly."""
     device = agent.feature_extractor.linear.weight.device
     features = agent.feature_extractor(states.to(device, memory_format=torch.channels_last))
     return (agent.goal_discriminator(features).argmax(-1).cpu() == labels).float().mean().item()
@@ -720,12 +712,9 @@ METRICS = "update env_steps seconds split success_ratio discriminator_accuracy e
 
 
 def algorithm(args):
-    if args.exp_name:
-        return args.exp_name
-    name = "sac" + ("" if args.aux == "none" else f"+{args.aux}") + ("+gdan" if args.gdan else "")
-    for variant in (args.concat_query and "concat", args.fixed_goal, args.policy == "gaussian" and "gaussian"):
-        name += f"+{variant}" if variant else ""
-    return name + ("+paper" if args.paper else "")
+    parts = ["sac", args.aux != "none" and args.aux, args.gdan and "gdan", args.concat_query and "concat"]
+    parts += [args.fixed_goal, args.policy == "gaussian" and "gaussian", args.paper and "paper"]
+    return args.exp_name or "+".join(filter(None, parts))
 
 
 def save_run(run_folder, checkpoint):
@@ -744,13 +733,13 @@ def save_run(run_folder, checkpoint):
 
 
 def load_checkpoint(path):
-    """Returns a checkpoint, its Args and its agent, or says in one line what is wrong with it."""
+    """Returns a checkpoint, its Args and its agent, or exits with a line that says what is wrong with it."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         known = {field.name for field in fields(Args)}
         args = Args(**{name: value for name, value in checkpoint["args"].items() if name in known})
         agent = Agent(args).eval()
-        agent.load_state_dict(checkpoint["agent"])  # the agents in results/ have 16 bits
+        agent.load_state_dict(checkpoint["agent"])  # converts the 16-bit agents in results/
         return checkpoint, args, agent
     except FileNotFoundError:
         raise SystemExit(f"{path} does not exist") from None
@@ -760,7 +749,7 @@ def load_checkpoint(path):
 
 
 def new_run(args):
-    """The checkpoint of a run that has not begun."""
+    """Returns the initial checkpoint of a run."""
     torch.manual_seed(args.seed)
     agent = Agent(args)
     return {
@@ -782,7 +771,7 @@ def check_form(content, form, path):
     """Refuses a checkpoint that lacks a part of a run, as the agents in results/ do."""
     for name, value in form.items():
         if not isinstance(content.get(name), type(value)):
-            raise SystemExit(f"{path} has no {name!r} of a run: it cannot be resumed")
+            raise SystemExit(f"{path} has no {name!r}: it is not the checkpoint of a run")
         if isinstance(value, dict) and name != "args":
             check_form(content[name], value, path)
 
@@ -791,9 +780,8 @@ def keep_freed_memory():
     """Lets the C library keep freed memory. Without this, new memory pages take as long as the arithmetic."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc
-        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
-        libc.mallopt(M_MMAP_THRESHOLD, 2**29)
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 2**29)  # M_MMAP_THRESHOLD
 
 
 def train(args, run_folder, run):
@@ -825,7 +813,6 @@ def train(args, run_folder, run):
     writer.add_text("hyperparameters", "|name|value|\n|-|-|\n" + "".join(f"|{k}|{v}|\n" for k, v in vars(args).items()))
     players = [Player(args) for _ in range(args.num_envs)]
     recent, bar, saved = deque(maxlen=200), None, -np.inf  # recent episodes
-    logged_at, logged_steps = time.monotonic(), counters["env_steps"]
 
     def begin(player, episode):
         player.episode = episode
@@ -854,7 +841,7 @@ def train(args, run_folder, run):
     try:
         for player, (episode, actions) in zip(players, run["under_way"], strict=True):
             begin(player, episode)
-            for action in actions:  # a resumed run plays the episodes under way again
+            for action in actions:  # a resumed run replays its unfinished episodes
                 player.step(np.array(action, np.float32))
         if args.aux == "gace" and not run["goal_states"]:
             run["goal_states"] = {split: collect_goal_states(args, split, check_signals) for split in splits}
@@ -880,7 +867,7 @@ def train(args, run_folder, run):
                 return True
 
             # Act
-            # The paper gives no unit of the warm-up. 10,000 goal states would be half a million random steps.
+            # The paper does not say what its warm-up of 10,000 counts: goal states would be half a million steps.
             warming_up = counters["env_steps"] < args.warmup or (args.aux == "gace" and not len(storage))
             images, goals = np.stack([player.image for player in players]), [player.goal for player in players]
             if warming_up:
@@ -923,9 +910,8 @@ def train(args, run_folder, run):
                 if update % 100 == 0 and recent:
                     names = "success_ratio nongoal_ratio episodic_length episodic_return".split()
                     report |= {f"charts/{name}": x for name, x in zip(names, np.mean(recent, 0), strict=True)}
-                    now, steps = time.monotonic(), counters["env_steps"]
-                    report |= {"charts/env_steps": steps, "charts/SPS": (steps - logged_steps) / (now - logged_at)}
-                    logged_at, logged_steps = now, steps
+                    report["charts/env_steps"] = counters["env_steps"]
+                    report["charts/SPS"] = counters["env_steps"] / (time.monotonic() - started)
                     for name, number in report.items():
                         writer.add_scalar(name, number, update)
 
@@ -961,7 +947,7 @@ FIXED = """
 
 
 def open_run(run_folder, new):
-    """Makes or opens a run folder. Its lock, which ends with the process, lets only one process train a run."""
+    """Makes or opens a run folder, and locks it until this process ends, so that only one process trains a run."""
     try:
         if new:
             run_folder.mkdir(parents=True)
@@ -972,13 +958,20 @@ def open_run(run_folder, new):
         raise SystemExit(f"cannot use the run folder {run_folder}: {error.strerror}") from None
 
 
-def read_flags(defaults):
-    """Reads the command line."""
-    groups = [kind for kind in reversed(Args.__mro__[1:]) if is_dataclass(kind)]
+def read_flags(defaults, arguments=None):
+    """Reads the command line. Refuses a flag that has no effect."""
+    groups = Args.__bases__[::-1]
     flags = make_dataclass("Flags", [(kind.__name__, kind) for kind in groups])
     given = flags(*(kind(**{f.name: getattr(defaults, f.name) for f in fields(kind)}) for kind in groups))
-    given = tyro.cli(flags, description=__doc__, default=given, config=(tyro.conf.OmitArgPrefixes,))
-    return Args(**{name: value for group in vars(given).values() for name, value in vars(group).items()})
+    given = tyro.cli(flags, args=arguments, description=__doc__, default=given, config=(tyro.conf.OmitArgPrefixes,))
+    args = Args(**{name: value for group in vars(given).values() for name, value in vars(group).items()})
+    if args.track and not importlib.util.find_spec("wandb"):
+        raise SystemExit("--track needs Weights and Biases: pip install wandb")
+    for other, value, names in NEEDS:
+        for name in names.split():
+            if getattr(args, other) != value and getattr(args, name) != getattr(defaults, name):
+                raise SystemExit(f"{flag(name)} needs {flag(other)}" + ("" if value is True else f" {value}"))
+    return args
 
 
 def main():
@@ -991,11 +984,12 @@ def main():
         open_run(run_folder, new=False)
         run, defaults, _ = load_checkpoint(run_folder / "checkpoint.pt")
         check_form(run, new_run(defaults), run_folder / "checkpoint.pt")
-    args = read_flags(defaults)
-    for name in FIXED if run_folder else ():
-        if getattr(args, name) != getattr(defaults, name):
-            raise SystemExit(f"a resumed run keeps its {flag(name)}: {getattr(defaults, name)}")
-    if not run_folder:
+        args = read_flags(defaults)
+        for name in FIXED:
+            if getattr(args, name) != getattr(defaults, name):
+                raise SystemExit(f"a resumed run cannot change {flag(name)}: it is {getattr(defaults, name)}")
+    else:
+        args = read_flags(defaults)
         run = new_run(args)
         run_folder = Path(args.runs, f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}")
         frames = min(args.replay_size, args.warmup + args.total_updates * args.env_steps_per_update)
@@ -1003,29 +997,24 @@ def main():
         room = shutil.disk_usage(disk).free // math.prod(sizes(args.task)[0])
         if frames > room:
             raise SystemExit(f"the disk has room for {room} of {frames} frames: use a smaller --replay-size")
+        open_run(run_folder, new=True)
     if args.track:
-        try:
-            import wandb
-        except ImportError:
-            raise SystemExit("--track needs Weights and Biases: pip install wandb") from None
+        import wandb
+
         name = run_folder.name
         account = {"project": args.wandb_project_name, "entity": args.wandb_entity}
         wandb.init(**account, name=name, id=name, resume="allow", sync_tensorboard=True, config=vars(args))
-    if not early.resume:
-        open_run(run_folder, new=True)
     print(f"Training {algorithm(args)} on {args.task}, seed {args.seed}. The bar counts updates.")
     if not run["counters"]["updates"]:
-        print(f"First comes the warm-up: {args.warmup:,} steps of a random policy.")
+        print(f"The warm-up comes first: {args.warmup:,} steps of a random policy.")
     print(f"run folder: {run_folder} (curves: tensorboard --logdir {run_folder.parent})\nCtrl-C saves and stops.")
     resume = f"python {sys.argv[0]} --resume {run_folder}"
     try:
         finished = train(args, run_folder, run)
     except (OSError, FloatingPointError, gym.error.Error) as error:  # the last checkpoint stays
         raise SystemExit(f"{error}\nThe run stopped. Resume with: {resume}") from None
-    if finished:
-        print(f"results: {run_folder}/metrics.csv\nwatch the agent: python -m tools.enjoy {run_folder}/checkpoint.pt")
-    else:
-        print(f"resume: {resume}")
+    results = f"results: {run_folder}/metrics.csv\nwatch the agent: python -m tools.enjoy {run_folder}/checkpoint.pt"
+    print(results if finished else f"resume: {resume}")
 
 
 if __name__ == "__main__":

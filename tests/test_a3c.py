@@ -484,7 +484,7 @@ def test_paper_and_resume_change_the_defaults_and_flags_win(tmp_path):
     args = run.checkpoint()["args"]
     assert {name: args[name] for name in a3c.PAPER} == a3c.PAPER | {"gae_lambda": 0.9}
     refused = Run(tmp_path, SCRIPT, "--resume", run.run_folder, "--task", "v2")
-    assert refused.wait() != 0 and "keeps its --task: v1" in refused.output
+    assert refused.wait() != 0 and "cannot change --task: it is v1" in refused.output
     resumed = Run(tmp_path, SCRIPT, "--resume", run.run_folder, "--total-updates", "2", "--learning-rate", "1e-5")
     assert resumed.wait() == 0, resumed.output
     assert run.checkpoint()["args"] == args | {"total_updates": 2, "learning_rate": 1e-5}
@@ -508,7 +508,7 @@ def source():
 @pytest.mark.parametrize("workers", [1, 3])
 def test_as_many_environments_whatever_the_machine(workers, tmp_path):
     endless = ["--num-workers", workers, "--num-envs", "5", "--total-updates", "100000", "--aux", "none"]
-    with Run(tmp_path, SCRIPT, *TINY, *endless) as run:
+    with Run(tmp_path, SCRIPT, *BASELINE, *endless) as run:
         assert wait_until(lambda: len(engines(run.marker)) == 5, 60)
     assert a3c.Args(num_workers=9, num_envs=4).num_workers == 4
 
@@ -737,16 +737,17 @@ def test_bad_input_is_answered_in_a_line_or_two(tmp_path, monkeypatch):
         (["--resume", "."], "checkpoint.pt does not exist"),
         (["--resume", "damaged"], "damaged/checkpoint.pt is not a whole checkpoint of a3c_gace_vizdoom.py"),
         (["--resume", "foreign"], "foreign/checkpoint.pt is not a whole checkpoint"),
-        (["--resume", "agent"], "agent/checkpoint.pt has no 'adam' of a run"),
+        (["--resume", "agent"], "agent/checkpoint.pt has no 'adam'"),
         (["--resume", "lost"], "goals.bin has lost goal states"),
-        (["--resume", "no_counter"], "no_counter/checkpoint.pt has no 'env_steps' of a run"),
-        (["--resume", "wrong_type"], "wrong_type/checkpoint.pt has no 'seconds' of a run"),
+        (["--resume", "no_counter"], "no_counter/checkpoint.pt has no 'env_steps'"),
+        (["--resume", "wrong_type"], "wrong_type/checkpoint.pt has no 'seconds'"),
         (["--resume", "wrong_task"], "--task must be one of v1, v2, v3, v4, not v9"),
         (["--resume", "wrong_number"], "wrong_number/checkpoint.pt is not a whole checkpoint"),
         (["--num-workers", "0"], "--num-workers must be between 1 and"),
         (["--exp-name", "../mine"], "--exp-name must not contain"),
         (["--freeze-discriminator-at", "9", "--aux", "none"], "--freeze-discriminator-at needs --aux gace"),
         (["--eta", "0.3", "--aux", "none", "--paper"], "--eta needs --aux gace"),
+        (["--no-augment", "--aux", "none"], "--augment needs --aux gace"),
         (["--vae-coef", "1"], "--vae-coef needs --aux vae"),
         (["--wandb-entity", "us"], "--wandb-entity needs --track"),
         (["--warmup", "0"], "--warmup must be between 1 and"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import Run, answer_of, call, gradients, wait_until
+from helpers import ROOT, Run, answer_of, call, gradients, wait_until
 
 import sac_gace_ur5 as sac
 from tools import enjoy
@@ -307,6 +307,22 @@ def test_augmented_images_are_mirrored_and_shifted():
 
 
 # ------------------------------------------------------------------------------------------------------- as a user does
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*.pt")), ids=lambda path: path.stem)
+def test_committed_agents_play(path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["enjoy", str(path), "--episodes", "4"])
+    enjoy.main()
+    assert "success" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("backend", ["disabled", "wrong"])
+def test_missing_renderer_is_a_line_or_two(backend, tmp_path, monkeypatch):
+    monkeypatch.setenv("MUJOCO_GL", backend)
+    run = Run(tmp_path, SCRIPT)
+    assert run.wait() != 0 and f"MuJoCo cannot render with MUJOCO_GL={backend}" in run.output, run.output
+    assert "Traceback" not in run.output
+
 
 BASELINE = (
     "--warmup 120 --total-updates 6 --eval-every 3 --episodes 2 --batch-size 8 --no-cuda --replay-size 5000".split()
@@ -605,7 +621,7 @@ def test_bad_input_is_answered_in_a_line_or_two(tmp_path, monkeypatch):
     assert not Path("runs").exists()
     call(sac, monkeypatch, *TINY, "--total-updates", 1)
     (run_folder,) = Path("runs").iterdir()
-    assert "keeps its --task: r1" in answer_of(sac, monkeypatch, "--resume", run_folder, "--task", "r2")
+    assert "cannot change --task: it is r1" in answer_of(sac, monkeypatch, "--resume", run_folder, "--task", "r2")
     for name in ("replay_steps.bin", "replay_frames.bin", "goal_states.bin"):
         whole = (run_folder / name).read_bytes()
         for damage in (lambda path: path.write_bytes(b""), Path.unlink):
@@ -614,6 +630,6 @@ def test_bad_input_is_answered_in_a_line_or_two(tmp_path, monkeypatch):
         (run_folder / name).write_bytes(whole)
     checkpoint = torch.load(run_folder / "checkpoint.pt")
     torch.save({name: checkpoint[name] for name in ("args", "agent", "counters")}, run_folder / "checkpoint.pt")
-    assert "has no 'target' of a run" in answer_of(sac, monkeypatch, "--resume", run_folder)
+    assert "has no 'target'" in answer_of(sac, monkeypatch, "--resume", run_folder)
     run = Run(tmp_path, SCRIPT, "--gdan", "--aux", "none")
     assert run.wait() != 0 and len(run.output.strip().splitlines()) <= 2, run.output

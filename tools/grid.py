@@ -137,7 +137,7 @@ def make_plan(args, extra):
                 flags_of_run = ["--task", task, "--seed", str(seed), *flags, *extra]
                 paper = "--paper" in flags_of_run
                 defaults = script.Args(paper=paper, **(script.PAPER if paper else {}))
-                settings = tyro.cli(script.Args, args=flags_of_run, default=defaults)
+                settings = script.read_flags(defaults, flags_of_run)
                 name = f"{settings.task}__{script.algorithm(settings)}__{settings.seed}"
                 if name in plan:
                     raise SystemExit(f"two runs would be called {name}")
@@ -250,7 +250,7 @@ def state_of(run):
     for line in reversed(last_lines(run.log(), 50).splitlines()):
         if line.startswith(("attempt", "waiting")):
             return "starting" if line.startswith("attempt") else "waiting", None
-        if not (bar := BAR.search(line)):
+        if not (bar := BAR.search(line)) or "episodes" in line:  # that one is the bar of an evaluation
             continue
         done, total, left, rate, success = bar.groups()
         if "updates" not in rate:

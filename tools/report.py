@@ -140,7 +140,7 @@ def read(path):
 
 
 MAY_DIFFER = "seed exp_name runs resume track cuda num_workers eval_every episodes accuracy_states".split()
-MAY_DIFFER += ["checkpoint_every"]
+MAY_DIFFER += ["checkpoint_every", "wandb_project_name", "wandb_entity"]
 
 
 def read_settings(path):

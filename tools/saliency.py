@@ -178,7 +178,7 @@ class UR5Agent:
             goals = goal.expand(len(images))
             images = sac_gace_ur5.crop(images) if self.agent.curl else images
             features = self.agent.feature_extractor(images.contiguous(memory_format=torch.channels_last))
-            query = self.agent.query(features)
+            query = self.agent.goal_discriminator.query(features)
             actions = self.agent.actor(features, query, goals, explore=False)[0]
             values = self.agent.critic(features, query, goals, action.expand(len(images), -1))
             return actions, values.min(0).values
