@@ -1,4 +1,4 @@
-"""Draws docs/tasks.png: every task and split as a person and as the agent sees it, half way to the goal.
+"""Draws docs/tasks.png: every task and split as a person and as the agent sees it, on the way to the goal.
 
 python -m tools.contact_sheet
 """

@@ -1,4 +1,4 @@
-"""Scripted agents that see the coordinates. They show that every episode of every task can be won."""
+"""Scripted agents that see the coordinates. They show that the tasks can be won."""
 
 import heapq
 import itertools
