@@ -33,6 +33,7 @@ ARROWS = [
     ("gate", "memory", "", "black"),
     ("discriminator", "attention", "query", "firebrick"),
     ("memory", "attention", "key, value", "firebrick"),
+    ("gate", "attention", "", "firebrick"),
     ("attention", "heads", "", "firebrick"),
     ("memory", "heads", "", "black"),
 ]
