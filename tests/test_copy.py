@@ -71,7 +71,7 @@ def copied(folder, script, changes, continuous):
     return folder / script
 
 
-TINY = "--total-updates 6 --eval-every 3 --episodes 3 --accuracy-states 4 --goal-batch-size 4 --gdan --no-cuda".split()
+TINY = "--total-updates 6 --eval-every 3 --episodes 3 --accuracy-states 1 --goal-batch-size 4 --gdan --no-cuda".split()
 
 
 @pytest.mark.parametrize(

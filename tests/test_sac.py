@@ -327,7 +327,7 @@ def test_missing_renderer_is_a_line_or_two(backend, tmp_path, monkeypatch):
 BASELINE = (
     "--warmup 120 --total-updates 6 --eval-every 3 --episodes 2 --batch-size 8 --no-cuda --replay-size 5000".split()
 )
-TINY = [*BASELINE, "--goal-batch-size", "8", "--accuracy-states", "4"]
+TINY = [*BASELINE, "--goal-batch-size", "8", "--accuracy-states", "1"]
 MODES = {
     "sac+gaussian": ["--aux", "none", "--policy", "gaussian"],
     "sac+ae": ["--aux", "ae"],
