@@ -2,7 +2,7 @@
 
 python -m tools.enjoy runs/RUN/checkpoint.pt
 python -m tools.enjoy "results/v1__a3c+gace+gdan__1.pt" --goal Bonus --episodes 50
-python -m tools.enjoy "results/r1__sac+gace__1.pt" --video
+python -m tools.enjoy "results/r1__sac+gace+gdan__2.pt" --video
 """
 
 from dataclasses import dataclass, replace
