@@ -112,9 +112,9 @@ class LeftOut:
     goal_batch_norm: bool = False
     """normalise goal states over the batch, as the authors do; by default, each alone, as in acting"""
     augment: bool = True
-    """mirror and shift the goal states of a GACE loss at random; without it, the discriminator memorises them"""
+    """mirror and shift goal states at random (authors: no); without it, the discriminator memorises them"""
     gate_gain: Weight = 4.0
-    """multiply the instruction layer's initial weights by this; with 1, all goals start with nearly the same gate"""
+    """multiply the instruction layer's initial weights by this (authors: 1, where all gates begin nearly equal)"""
     vae_coef: Weight = 1e-3
     """coefficient of the VAE loss; its gradient on the encoder is then about as large as the RL loss's"""
     goal_storage_size: Count = 100_000
@@ -962,7 +962,7 @@ def main():
     print(f"Training {algorithm(args)} on {args.task}, seed {args.seed}. The bar counts updates, one per episode.")
     if args.aux == "gace" and not run["counters"]["updates"]:
         print(f"The warm-up comes first: a random policy collects {args.warmup:,} goal states.")
-    print(f"run folder: {run_folder} (curves: tensorboard --logdir {run_folder.parent})\nCtrl-C saves and stops.")
+    print(f"run folder: {run_folder} (curves: tensorboard --logdir {run_folder.parent})\nThe bar shows the time left. Ctrl-C saves and stops.")
     resume = f"python {sys.argv[0]} --resume {run_folder}"
     expected = OSError, FloatingPointError, gym.error.Error
     try:

@@ -108,19 +108,19 @@ class LeftOut:
     exploration_noise: Weight = 0.2
     """standard deviation of the deterministic policy's noise"""
     action_penalty: Weight = 1e-3
-    """coefficient of the penalty on squared actions before the tanh; without it, actions saturate"""
+    """coefficient of the penalty on squared actions before the tanh (SAC: 0, with which actions saturate)"""
     n_step: Annotated[int, (1, 50)] = 5
     """rewards summed in the critic's target before bootstrapping (SAC: 1)"""
     num_envs: Count = 8
-    """environments that act in one batch"""
+    """environments that act in one batch (Algorithm 1: 1)"""
     env_steps_per_update: Count = 32
-    """environment steps per update"""
+    """environment steps per update (Algorithm 1 does not say; SAC: 1)"""
     ae_coef: Weight = 100.0
     """coefficient of the AE loss; its gradient on the encoder is then about as large as the critic loss's"""
     curl_coef: Weight = 0.02
     """coefficient of the CURL loss, chosen in the same way"""
     augment: bool = True
-    """mirror and shift the goal states of a GACE loss at random; without it, the discriminator memorises them"""
+    """mirror and shift goal states at random (paper: no)"""
     concat_query: bool = False
     """ablation: concatenate the query of GDAN with the features, without attention (needs --gdan)"""
     fixed_goal: str | None = None
@@ -1007,7 +1007,7 @@ def main():
     print(f"Training {algorithm(args)} on {args.task}, seed {args.seed}. The bar counts updates.")
     if not run["counters"]["updates"]:
         print(f"The warm-up comes first: {args.warmup:,} steps of a random policy.")
-    print(f"run folder: {run_folder} (curves: tensorboard --logdir {run_folder.parent})\nCtrl-C saves and stops.")
+    print(f"run folder: {run_folder} (curves: tensorboard --logdir {run_folder.parent})\nThe bar shows the time left. Ctrl-C saves and stops.")
     resume = f"python {sys.argv[0]} --resume {run_folder}"
     try:
         finished = train(args, run_folder, run)
