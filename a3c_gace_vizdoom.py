@@ -959,10 +959,11 @@ def main():
         name = run_folder.name
         account = {"project": args.wandb_project_name, "entity": args.wandb_entity}
         wandb.init(**account, name=name, id=name, resume="allow", sync_tensorboard=True, config=vars(args))
-    print(f"Training {algorithm(args)} on {args.task}, seed {args.seed}. The bar counts updates, one per episode.")
+    print(f"Training {algorithm(args)} on {args.task}, seed {args.seed}. Ctrl-C saves and stops.")
+    print("The bar counts updates, one per episode, and shows the time left.")
     if args.aux == "gace" and not run["counters"]["updates"]:
         print(f"The warm-up comes first: a random policy collects {args.warmup:,} goal states.")
-    print(f"run folder: {run_folder} (curves: tensorboard --logdir {run_folder.parent})\nThe bar shows the time left. Ctrl-C saves and stops.")
+    print(f"run folder: {run_folder} (curves: tensorboard --logdir {run_folder.parent})")
     resume = f"python {sys.argv[0]} --resume {run_folder}"
     expected = OSError, FloatingPointError, gym.error.Error
     try:

@@ -1004,10 +1004,11 @@ def main():
         name = run_folder.name
         account = {"project": args.wandb_project_name, "entity": args.wandb_entity}
         wandb.init(**account, name=name, id=name, resume="allow", sync_tensorboard=True, config=vars(args))
-    print(f"Training {algorithm(args)} on {args.task}, seed {args.seed}. The bar counts updates.")
+    print(f"Training {algorithm(args)} on {args.task}, seed {args.seed}. Ctrl-C saves and stops.")
+    print("The bar counts updates, and shows the time left.")
     if not run["counters"]["updates"]:
         print(f"The warm-up comes first: {args.warmup:,} steps of a random policy.")
-    print(f"run folder: {run_folder} (curves: tensorboard --logdir {run_folder.parent})\nThe bar shows the time left. Ctrl-C saves and stops.")
+    print(f"run folder: {run_folder} (curves: tensorboard --logdir {run_folder.parent})")
     resume = f"python {sys.argv[0]} --resume {run_folder}"
     try:
         finished = train(args, run_folder, run)
