@@ -944,12 +944,12 @@ def main():
         stored = min(run["counters"]["goals"], defaults.goal_storage_size) * (math.prod(sizes(defaults.task)[0]) + 1)
         if (goals.stat().st_size if goals.exists() else 0) < stored:
             raise SystemExit(f"{run_folder}/goals.bin has lost goal states: the run cannot be resumed")
-        args = read_flags(defaults)
+    args = read_flags(defaults)
+    if run_folder:
         for name in FIXED:
             if getattr(args, name) != getattr(defaults, name):
                 raise SystemExit(f"a resumed run cannot change {flag(name)}: it is {getattr(defaults, name)}")
     else:
-        args = read_flags(defaults)
         run = new_run(args)
         run_folder = Path(args.runs, f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}")
         open_run(run_folder, new=True)

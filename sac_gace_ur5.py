@@ -984,12 +984,12 @@ def main():
         open_run(run_folder, new=False)
         run, defaults, _ = load_checkpoint(run_folder / "checkpoint.pt")
         check_form(run, new_run(defaults), run_folder / "checkpoint.pt")
-        args = read_flags(defaults)
+    args = read_flags(defaults)
+    if run_folder:
         for name in FIXED:
             if getattr(args, name) != getattr(defaults, name):
                 raise SystemExit(f"a resumed run cannot change {flag(name)}: it is {getattr(defaults, name)}")
     else:
-        args = read_flags(defaults)
         run = new_run(args)
         run_folder = Path(args.runs, f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}")
         frames = min(args.replay_size, args.warmup + args.total_updates * args.env_steps_per_update)
