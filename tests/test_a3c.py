@@ -582,7 +582,8 @@ def test_interrupted_run_leaves_nothing_behind_and_goes_on(how, tmp_path):
         assert f"--resume {run.run_folder.relative_to(tmp_path)}" in run.output.splitlines()[-1]
     before = run.checkpoint()
     updates = before["counters"]["updates"]
-    resumed = Run(tmp_path, SCRIPT, "--resume", run.run_folder, "--total-updates", updates + 3)
+    goes_on = ["--total-updates", updates + 3, "--num-workers", "1"]
+    resumed = Run(tmp_path, SCRIPT, "--resume", run.run_folder, *goes_on)
     assert resumed.wait() == 0, resumed.output
     after = run.checkpoint()
     assert after["counters"]["updates"] == updates + 3

@@ -501,64 +501,47 @@ def test_blind_episodes_are_the_same_without_images(task):
 # ------------------------------------------------------------------------------------------------------ is it the task?
 
 
-def random_outcomes(task, first, episodes):
+@pytest.mark.slow
+@pytest.mark.parametrize("task", V_TASKS + R_TASKS)
+def test_random_policy(task):
     env = envs.DoomEnv(task) if task in V_TASKS else envs.UR5Env(task)
-    rng = np.random.default_rng(first)
+    rng = np.random.default_rng(0)
     counts = np.zeros(2, int)
-    for seed in range(first, first + episodes):
+    for seed in range(1000):
         env.reset(seed=seed, options={"blind": True})
         policy = (lambda: rng.integers(3)) if task in V_TASKS else (lambda: rng.uniform(-1, 1, 6))
         *_, info = play(env, policy)
         counts += [info["is_success"], info["reached"] >= 0 and not info["is_success"]]
     env.close()
-    return counts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", V_TASKS + R_TASKS)
-def test_random_policy(task):
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        success, nongoal = sum(pool.starmap(random_outcomes, [(task, 0, 500), (task, 500, 500)])) / 1000
+    success, nongoal = counts / 1000
     print(f"{task}: random policy succeeds in {success:.1%}, ends on a non-goal object in {nongoal:.1%}")
     low, high = {"v": (0.05, 0.085) if task in ("v1", "v2") else (0.06, 0.11), "r": (0.035, 0.065)}[task[0]]
     assert low <= success <= high
 
 
-def scripted_wins(first, episodes):
+@pytest.mark.slow
+def test_scripted_agent_wins_v1():
     env = envs.DoomEnv("v1")
     wins = 0
-    for seed in range(first, first + episodes):
+    for seed in range(200):
         env.reset(seed=seed)
         wins += play(env, Walker(env).action)[-1]["is_success"]
     env.close()
-    return wins
-
-
-@pytest.mark.slow
-def test_scripted_agent_wins_v1():
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        wins = sum(pool.starmap(scripted_wins, [(0, 100), (100, 100)]))
     print(f"v1: the scripted agent wins {wins} of 200")
     assert wins >= 194
-
-
-def scripted_maze_lengths(task, goals):
-    env = envs.DoomEnv(task)
-    lengths = []
-    for order, goal in itertools.product(itertools.permutations(envs.MAZE_PLACES), goals):
-        env.place_objects = lambda order=order: np.array(order)
-        env.reset(seed=0, options={"goal": goal})
-        assert play(env, Walker(env).action)[-1]["is_success"], (order, goal)
-        lengths.append(env.steps)
-    env.close()
-    return lengths
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["v3", "v4"])
 def test_every_object_of_the_maze_can_be_reached(task):
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        lengths = sum(pool.starmap(scripted_maze_lengths, [(task, (0, 1)), (task, (2, 3))]), [])
+    env = envs.DoomEnv(task)
+    lengths = []
+    for order, goal in itertools.product(itertools.permutations(envs.MAZE_PLACES), range(4)):
+        env.place_objects = lambda order=order: np.array(order)
+        env.reset(seed=0, options={"goal": goal})
+        assert play(env, Walker(env).action)[-1]["is_success"], (order, goal)
+        lengths.append(env.steps)
+    env.close()
     print(f"{task}: the scripted agent wins all {len(lengths)}, in at most {max(lengths)} steps")
     assert len(lengths) == 96
 
@@ -601,12 +584,17 @@ def fingerprint(task, split, seed, pause=0.0, before=0):
     return digest.hexdigest()
 
 
+@pytest.fixture(scope="module")
+def another_process():
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        yield pool
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "split"), SPLITS)
-def test_an_episode_is_a_function_of_its_seed(task, split):
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        jobs = [(task, split, 7), (task, split, 7, 0.02, 3), (task, split, 8)]
-        one, two, other = pool.starmap(fingerprint, jobs, chunksize=1)
+def test_an_episode_is_a_function_of_its_seed(task, split, another_process):
+    two = another_process.apply_async(fingerprint, (task, split, 7, 0.02, 3))
+    one, two, other = fingerprint(task, split, 7), two.get(), fingerprint(task, split, 8)
     assert one == two != other
 
 

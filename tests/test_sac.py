@@ -379,7 +379,7 @@ class FakeRun:
     """SAC with an auxiliary loss in this process, with small batches."""
 
     def __init__(self, folder, aux):
-        self.args = sac.Args(aux=aux, batch_size=32)
+        self.args = sac.Args(aux=aux, batch_size=16)
         self.coef, self.rng, self.updates = f"{aux}_coef", np.random.default_rng(0), 0
         self.agent, self.target = make_agent(aux=aux), make_agent(aux=aux).requires_grad_(False)
         self.optimizers = sac.make_optimizers(self.args, self.agent)

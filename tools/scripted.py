@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import math
 
 import numpy as np
 import vizdoom
@@ -45,15 +46,17 @@ class Walker:
         self.distance = np.where(goal & ~avoid & ~solid, 0, 9999.0)
         self.heading = np.zeros((size, size))  # of the shortest path, in radians
         queue = [(0.0, i, j) for i, j in np.argwhere(self.distance == 0).tolist()]
+        best, cost = self.distance.tolist(), np.where(solid | avoid, np.inf, np.where(tight, 5, 1)).tolist()
+        steps = [(i, j, CELL * math.hypot(i, j)) for i, j in itertools.product((-1, 0, 1), repeat=2) if i or j]
         while queue:
             distance, i, j = heapq.heappop(queue)
-            for di, dj in itertools.product((-1, 0, 1), repeat=2):
-                cell = i + di, j + dj
-                longer = distance + CELL * np.hypot(di, dj) * (5 if tight[cell] else 1)
-                if not solid[cell] and not avoid[cell] and longer < self.distance[cell]:
-                    self.distance[cell] = longer
-                    self.heading[cell] = np.arctan2(-dj, -di)
-                    heapq.heappush(queue, (longer, *cell))
+            for di, dj, length in steps:
+                longer = distance + length * cost[i + di][j + dj]
+                if longer < best[i + di][j + dj]:
+                    best[i + di][j + dj] = longer
+                    self.heading[i + di, j + dj] = math.atan2(-dj, -di)
+                    heapq.heappush(queue, (longer, i + di, j + dj))
+        self.distance = np.array(best)
 
     def cell(self, position):
         return tuple((position // CELL).astype(int).clip(0, len(self.solid) - 1).T)
