@@ -1,8 +1,5 @@
 """saliency.py: the maps of networks that are known to look at one patch, and the script on real checkpoints."""
 
-import os
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,7 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, call
+from helpers import call
 from PIL import Image
 
 import a3c_gace_vizdoom as a3c
@@ -98,25 +95,25 @@ def checkpoints(folder):
 def test_sheet_and_video_of_both_kinds_of_agent(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpoints(tmp_path)
-    for arguments, size in [
-        (["v1.pt", "--task", "v2", "--split", "unseen"], (2 * 480 + 4, 360)),
-        (["r1.pt", "--goal", "green"], (2 * 480 + 4, 480)),
+    for arguments, sheet, film in [
+        (["v1.pt", "--task", "v2", "--split", "unseen"], (964, 360), (480, 360)),
+        (["v1.pt", "v1.pt"], (964, 724), (964, 360)),  # one above the other, and side by side
+        (["r1.pt", "--goal", "green"], (964, 480), (480, 480)),
     ]:
-        command = [sys.executable, "-m", "tools.saliency", *arguments, "--episodes", "1", "--frames", "2"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
+        call(saliency, monkeypatch, *arguments, "--episodes", "1", "--frames", "2")
         name = Path(arguments[0]).stem + ("_saliency_unseen" if "unseen" in arguments else "_saliency_seen")
         with Image.open(tmp_path / f"{name}.png") as png:
-            assert png.size == size
+            assert png.size == sheet
         with Image.open(tmp_path / f"{name}.gif") as gif:
-            assert gif.n_frames > 1
+            assert gif.n_frames > 1 and gif.size == film
     for arguments, expected in [
         (["v1.pt", "--task", "r1"], "cannot play r1"),
         (["r1.pt", "--task", "r3"], "an agent of r1 does not know the goals of r3"),
         (["v1.pt", "--split", "unseen"], "v1 has no unseen split"),
         (["r1.pt", "--goal", "pink"], "use one of red, green, blue"),
         (["missing.pt"], "missing.pt does not exist"),
+        (["v1.pt", "r1.pt"], "an agent of r1 cannot play v1"),
+        ([], "give one checkpoint or more"),
     ]:
         with pytest.raises(SystemExit, match=expected) as answer:
             call(saliency, monkeypatch, *arguments)

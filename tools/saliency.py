@@ -2,15 +2,16 @@
 
     python -m tools.saliency runs/RUN/checkpoint.pt                       # the task it was trained on
     python -m tools.saliency runs/RUN/checkpoint.pt --task v2 --split unseen --goal Bonus
+    python -m tools.saliency A3C.pt GACE.pt GDAN.pt --split unseen        # several agents in the same episodes
 
 A small patch of the frame is blurred, and how far the policy and the value move is the saliency of that patch: policy
 in blue, value in red, both in purple. The goal is circled in yellow, the other objects in green. Writes a sheet of
-frames (PNG) and the episodes (GIF) beside the checkpoint.
+frames (PNG) and the episodes (GIF) beside the first checkpoint.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -28,22 +29,22 @@ from tools.enjoy import check_choice, load_agent
 
 @dataclass
 class Args:
-    checkpoint: tyro.conf.Positional[Path]
-    """of a3c_gace_vizdoom.py or sac_gace_ur5.py"""
+    checkpoints: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """of a3c_gace_vizdoom.py or sac_gace_ur5.py; several agents play the same episodes and are shown together"""
     task: Literal["v1", "v2", "v3", "v4", "r1", "r2", "r3"] | None = None
-    """task to play; by default the one it was trained on"""
+    """task to play; by default the one that the first agent was trained on"""
     split: Literal["seen", "unseen"] = "seen"
     """split of v2, v4 and r2"""
     goal: str | None = None
     """this goal only, by name"""
     episodes: int = 3
-    """episodes to play: one row of the sheet each"""
+    """episodes to play: each agent has one row of the sheet for each"""
     frames: int = 5
     """frames of each row"""
     seed: int = 1
     """seed of the first episode"""
     out: Path | None = None
-    """file name without its ending; by default that of the checkpoint with _saliency_ and the split"""
+    """file name without its ending; by default that of the first checkpoint with _saliency_ and the split"""
 
 
 # ------------------------------------------------------------------------------------------------------------ saliency
@@ -211,59 +212,82 @@ def draw(picture, maps, scales, objects, goal, caption):
             x, y, radius = place
             colour = "yellow" if index == goal else "lime"
             pen.ellipse((x - radius, y - radius, x + radius, y + radius), outline=colour, width=4)
-    if pen.textlength(caption, font_size=22) > picture.width - 20:  # the six numbers of an arm's action
+    if pen.textbbox((0, 0), caption, font_size=22)[2] > picture.width - 20:  # the six numbers of an arm's action
         caption = caption.replace(": ", "\n")
     pen.text((10, 6), caption, fill="white", font_size=22, stroke_width=2, stroke_fill="black")
     return drawn
 
 
-def main():
-    args = tyro.cli(Args, description=__doc__)
-    script, _, trained, agent = load_agent(args.checkpoint)
-    task = args.task or trained.task
-    if task[0] != trained.task[0]:
-        family = ", ".join(envs.V_TASKS if trained.task in envs.V_TASKS else envs.R_TASKS)
-        raise SystemExit(f"an agent of {trained.task} cannot play {task}: use one of {family}")
-    if len(envs.goals_of(task)) > len(envs.goals_of(trained.task)):
-        raise SystemExit(f"an agent of {trained.task} does not know the goals of {task}")
-    check_choice(task, args.split, args.goal)
-    if min(args.episodes, args.frames) < 1:
-        raise SystemExit("--episodes and --frames must be at least 1")
-
-    agent = (DoomAgent if script is a3c_gace_vizdoom else UR5Agent)(trained, agent)
-    env = gym.make(f"gace/{task.upper()}-v0", split=args.split, render_mode="rgb_array").unwrapped
+def play(args, path, script, trained, agent):
+    """Plays the episodes with one agent. Returns its drawn frames, a list for each episode."""
+    player = (DoomAgent if script is a3c_gace_vizdoom else UR5Agent)(trained, agent)
+    env = gym.make(f"gace/{args.task.upper()}-v0", split=args.split, render_mode="rgb_array").unwrapped
     options = {"goal": args.goal} if args.goal else None
+    name = f"{script.algorithm(trained)}\n" if len(args.checkpoints) > 1 else ""
     episodes = []
-    for index in tqdm(range(args.episodes), unit=" episodes"):
+    for index in tqdm(range(args.episodes), path.name, unit=" episodes"):
         observation, info = env.reset(seed=args.seed + index, options=options)
-        agent.begin()
+        player.begin()
         over, steps = False, []
         while not over:
-            picture, objects = agent.picture(env), agent.objects(env)
-            action, name, maps = agent.look(observation)
-            steps.append((picture, maps, objects, int(observation["goal"]), f"{info['instruction']}: {name}"))
+            picture, objects = player.picture(env), player.objects(env)
+            action, what, maps = player.look(observation)
+            steps.append((picture, maps, objects, int(observation["goal"]), f"{name}{info['instruction']}: {what}"))
             observation, _, terminated, truncated, _ = env.step(action)
             over = terminated or truncated
         episodes.append(steps)
     env.close()
-
-    # One scale for all frames, so that what moves the agent little looks like little.
+    # One scale for all frames of an agent, so that what moves it little looks like little.
     scales = [
         np.quantile([step[1][kind].max() for steps in episodes for step in steps], 0.9) + 1e-12 for kind in (0, 1)
     ]
-    rows = [[draw(p, maps, scales, *rest) for p, maps, *rest in steps] for steps in episodes]
-    width, height = agent.picture_size
-    gap = 4  # between the frames, in pixels
-    sheet = Image.new("RGB", (args.frames * (width + gap) - gap, len(rows) * (height + gap) - gap), "white")
+    return [[draw(picture, maps, scales, *rest) for picture, maps, *rest in steps] for steps in episodes]
+
+
+def paste(rows):
+    """One picture of rows of pictures, with gaps between them."""
+    (width, height), gap = rows[0][0].size, 4
+    columns = max(len(row) for row in rows)
+    sheet = Image.new("RGB", (columns * (width + gap) - gap, len(rows) * (height + gap) - gap), "white")
     for r, row in enumerate(rows):
-        for c, index in enumerate(np.unique(np.linspace(0, len(row) - 1, args.frames).round().astype(int))):
-            sheet.paste(row[index], (c * (width + gap), r * (height + gap)))
-    out = args.out or args.checkpoint.with_name(f"{args.checkpoint.stem}_saliency_{args.split}")
+        for c, picture in enumerate(row):
+            sheet.paste(picture, (c * (width + gap), r * (height + gap)))
+    return sheet
+
+
+def main():
+    args = tyro.cli(Args, description=__doc__)
+    if not args.checkpoints:
+        raise SystemExit("give one checkpoint or more, for example runs/RUN/checkpoint.pt")
+    agents = [load_agent(path) for path in args.checkpoints]
+    args.task = args.task or agents[0][2].task
+    for _, _, trained, _ in agents:
+        if args.task[0] != trained.task[0]:
+            family = ", ".join(envs.V_TASKS if trained.task in envs.V_TASKS else envs.R_TASKS)
+            raise SystemExit(f"an agent of {trained.task} cannot play {args.task}: use one of {family}")
+        if len(envs.goals_of(args.task)) > len(envs.goals_of(trained.task)):
+            raise SystemExit(f"an agent of {trained.task} does not know the goals of {args.task}")
+    check_choice(args.task, args.split, args.goal)
+    if min(args.episodes, args.frames) < 1:
+        raise SystemExit("--episodes and --frames must be at least 1")
+
+    played = [
+        play(args, path, script, trained, agent)
+        for path, (script, _, trained, agent) in zip(args.checkpoints, agents, strict=True)
+    ]
+    rows, film = [], []
+    for side_by_side in zip(*played, strict=True):  # the same episode, by every agent
+        for frames in side_by_side:
+            shown = np.unique(np.linspace(0, len(frames) - 1, args.frames).round().astype(int))
+            rows.append([frames[index] for index in shown])
+        for index in range(max(map(len, side_by_side))):  # an agent that is done shows its last frame
+            film.append(paste([[frames[min(index, len(frames) - 1)] for frames in side_by_side]]))
+    first = args.checkpoints[0]
+    out = args.out or first.with_name(f"{first.stem}_saliency_{args.split}")
     png, gif = out.with_name(out.name + ".png"), out.with_name(out.name + ".gif")
     try:
-        sheet.save(png)
-        frames = [frame for row in rows for frame in row]
-        frames[0].save(gif, save_all=True, append_images=frames[1:], duration=250, loop=0)
+        paste(rows).save(png)
+        film[0].save(gif, save_all=True, append_images=film[1:], duration=250, loop=0)
     except OSError as error:
         raise SystemExit(f"cannot write {png} and {gif}: {error.strerror}") from None
     print(f"wrote {png} and {gif}")
