@@ -70,6 +70,15 @@ def call(script, monkeypatch, *arguments):
             signal.signal(number, handler)
 
 
+def run_in_process(script, folder, monkeypatch, *arguments):
+    """Trains in a folder of its own. Returns the run folder and the checkpoint."""
+    folder.mkdir(exist_ok=True)
+    monkeypatch.chdir(folder)
+    call(script, monkeypatch, *arguments)
+    (run_folder,) = Path("runs").resolve().iterdir()
+    return run_folder, torch.load(run_folder / "checkpoint.pt")
+
+
 def answer_of(script, monkeypatch, *arguments):
     """The one or two lines with which a script refuses these arguments."""
     try:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, Run, answer_of, call, engines, gradients, parent, wait_until
+from helpers import ROOT, Run, answer_of, call, engines, gradients, parent, run_in_process, wait_until
 
 import a3c_gace_vizdoom as a3c
 from tools import enjoy
@@ -477,17 +477,16 @@ def test_paper_sets_what_its_help_says():
 
 
 @pytest.mark.slow
-def test_paper_and_resume_change_the_defaults_and_flags_win(tmp_path):
-    run = Run(tmp_path, SCRIPT, *TINY, "--paper", "--total-updates", "1", "--gae-lambda", "0.9")
-    assert run.wait() == 0, run.output
-    assert "__a3c+gace+paper__" in run.run_folder.name
-    args = run.checkpoint()["args"]
+def test_paper_and_resume_change_the_defaults_and_flags_win(tmp_path, monkeypatch):
+    given = [*TINY, "--paper", "--total-updates", "1", "--gae-lambda", "0.9"]
+    run_folder, first = run_in_process(a3c, tmp_path, monkeypatch, *given)
+    assert "__a3c+gace+paper__" in run_folder.name
+    args = first["args"]
     assert {name: args[name] for name in a3c.PAPER} == a3c.PAPER | {"gae_lambda": 0.9}
-    refused = Run(tmp_path, SCRIPT, "--resume", run.run_folder, "--task", "v2")
-    assert refused.wait() != 0 and "cannot change --task: it is v1" in refused.output
-    resumed = Run(tmp_path, SCRIPT, "--resume", run.run_folder, "--total-updates", "2", "--learning-rate", "1e-5")
-    assert resumed.wait() == 0, resumed.output
-    assert run.checkpoint()["args"] == args | {"total_updates": 2, "learning_rate": 1e-5}
+    assert "cannot change --task: it is v1" in answer_of(a3c, monkeypatch, "--resume", run_folder, "--task", "v2")
+    given = ["--resume", run_folder, "--total-updates", "2", "--learning-rate", "1e-5"]
+    _, resumed = run_in_process(a3c, tmp_path, monkeypatch, *given)
+    assert resumed["args"] == args | {"total_updates": 2, "learning_rate": 1e-5}
 
 
 @pytest.mark.slow
@@ -514,14 +513,11 @@ def test_as_many_environments_whatever_the_machine(workers, tmp_path):
 
 
 @pytest.mark.slow
-def test_frozen_discriminator_stands_still_in_a_run(tmp_path):
+def test_frozen_discriminator_stands_still_in_a_run(tmp_path, monkeypatch):
     """Not even Adam's momentum moves it, while the rest learns on."""
-    run = Run(tmp_path, SCRIPT, *TINY, "--gdan", "--freeze-discriminator-at", "6", "--learning-rate", "1e-3")
-    assert run.wait() == 0, run.output
-    before = run.checkpoint()
-    resumed = Run(tmp_path, SCRIPT, "--resume", run.run_folder, "--total-updates", "12")
-    assert resumed.wait() == 0, resumed.output
-    after = run.checkpoint()
+    given = [*TINY, "--gdan", "--freeze-discriminator-at", "6", "--learning-rate", "1e-3"]
+    run_folder, before = run_in_process(a3c, tmp_path, monkeypatch, *given)
+    _, after = run_in_process(a3c, tmp_path, monkeypatch, "--resume", run_folder, "--total-updates", "12")
     assert before["adam"]["exp_avg"].abs().sum() > 0
     moved = {name for name in after["agent"] if not torch.equal(after["agent"][name], before["agent"][name])}
     assert any(name.startswith("feature_extractor") for name in moved)
@@ -529,11 +525,10 @@ def test_frozen_discriminator_stands_still_in_a_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_warm_up_stores_the_goal_states_of_a_random_policy(tmp_path):
+def test_warm_up_stores_the_goal_states_of_a_random_policy(tmp_path, monkeypatch):
     """It plays blind and draws only the successes: not a byte may differ from playing with images."""
-    run = Run(tmp_path, SCRIPT, *TINY, "--warmup", "6", "--total-updates", "1")
-    assert run.wait() == 0, run.output
-    found = np.fromfile(run.run_folder / "goals.bin", np.uint8).reshape(-1, RECORD_BYTES)
+    run_folder, _ = run_in_process(a3c, tmp_path, monkeypatch, *TINY, "--warmup", "6", "--total-updates", "1")
+    found = np.fromfile(run_folder / "goals.bin", np.uint8).reshape(-1, RECORD_BYTES)
     episode, expected = a3c.Episode(a3c.Args()), []
     for number in itertools.count(1):
         episode.begin([1, number])
@@ -547,11 +542,11 @@ def test_warm_up_stores_the_goal_states_of_a_random_policy(tmp_path):
 
 
 @pytest.mark.slow
-def test_negatives_do_not_count_towards_the_warm_up(tmp_path):
-    run = Run(tmp_path, SCRIPT, *TINY, "--epsilon-n", "1", "--total-updates", "1", "--warmup", "3", "--num-envs", "1")
-    assert run.wait() == 0, run.output
-    counters = run.checkpoint()["counters"]
-    labels = np.fromfile(run.run_folder / "goals.bin", np.uint8).reshape(-1, RECORD_BYTES)[:, -1]
+def test_negatives_do_not_count_towards_the_warm_up(tmp_path, monkeypatch):
+    given = [*TINY, "--epsilon-n", "1", "--total-updates", "1", "--warmup", "3", "--num-envs", "1"]
+    run_folder, checkpoint = run_in_process(a3c, tmp_path, monkeypatch, *given)
+    counters = checkpoint["counters"]
+    labels = np.fromfile(run_folder / "goals.bin", np.uint8).reshape(-1, RECORD_BYTES)[:, -1]
     assert counters["goals"] == len(labels) and counters["successes"] == (labels < 4).sum() >= 3
     assert (labels == 4).sum() > 3
 
@@ -621,14 +616,13 @@ def test_interrupted_while_its_processes_start(how, finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_an_interruption_cost_is_made_up_for(finished, tmp_path):
+def test_an_evaluation_that_an_interruption_cost_is_made_up_for(finished, tmp_path, monkeypatch):
     run_folder = copy_of(finished, tmp_path)
     checkpoint = torch.load(run_folder / "checkpoint.pt")
     assert [row["update"] for row in checkpoint["rows"]] == [3, 4]
     torch.save(checkpoint | {"rows": []}, run_folder / "checkpoint.pt")
-    resumed = Run(tmp_path, SCRIPT, "--resume", run_folder)
-    assert resumed.wait() == 0, resumed.output
-    assert [row["update"] for row in resumed.rows()] == ["4"]
+    _, resumed = run_in_process(a3c, tmp_path, monkeypatch, "--resume", run_folder)
+    assert [row["update"] for row in resumed["rows"]] == [4]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, Run, answer_of, call, gradients, wait_until
+from helpers import ROOT, Run, answer_of, call, gradients, run_in_process, wait_until
 
 import sac_gace_ur5 as sac
 from tools import enjoy
@@ -496,14 +496,6 @@ def test_resumed_run_is_the_same_as_an_uninterrupted_one(tmp_path):
     same_run(interrupted.checkpoint(), whole.checkpoint())
 
 
-def run_in_process(folder, monkeypatch, *arguments):
-    folder.mkdir(exist_ok=True)
-    monkeypatch.chdir(folder)
-    call(sac, monkeypatch, *arguments)
-    (run_folder,) = Path("runs").iterdir()
-    return run_folder, torch.load(run_folder / "checkpoint.pt")
-
-
 def interrupted_in(monkeypatch, name, folder, *arguments):
     """A run that gets SIGTERM in the first call of one of the script's functions, and the run resumed."""
     function = getattr(sac, name)
@@ -514,13 +506,13 @@ def interrupted_in(monkeypatch, name, folder, *arguments):
 
     with monkeypatch.context() as patch:
         patch.setattr(sac, name, interrupt)
-        run_folder, stopped = run_in_process(folder, monkeypatch, *arguments)
-    return stopped, run_in_process(folder, monkeypatch, "--resume", run_folder)[1]
+        run_folder, stopped = run_in_process(sac, folder, monkeypatch, *arguments)
+    return stopped, run_in_process(sac, folder, monkeypatch, "--resume", run_folder)[1]
 
 
 def test_resumed_between_the_end_of_an_episode_and_its_last_frame(tmp_path, monkeypatch):
     arguments = [*BASELINE, "--aux", "none", "--warmup", 147, "--num-envs", 3, "--env-steps-per-update", 3]
-    _, whole = run_in_process(tmp_path / "whole", monkeypatch, *arguments)
+    _, whole = run_in_process(sac, tmp_path / "whole", monkeypatch, *arguments)
     stopped, resumed = interrupted_in(monkeypatch, "learn", tmp_path / "interrupted", *arguments)
     assert stopped["counters"]["updates"] == 1 and stopped["counters"]["replay"] == 150
     assert [len(actions) for _, actions in stopped["under_way"]] == [50] * 3
@@ -529,7 +521,7 @@ def test_resumed_between_the_end_of_an_episode_and_its_last_frame(tmp_path, monk
 
 
 def test_settings_given_on_resuming_take_effect(tmp_path, monkeypatch):
-    run_folder, _ = run_in_process(tmp_path, monkeypatch, *BASELINE, "--aux", "none", "--total-updates", 1)
+    run_folder, _ = run_in_process(sac, tmp_path, monkeypatch, *BASELINE, "--aux", "none", "--total-updates", 1)
     made, Actor = [], sac.Actor
     monkeypatch.setattr(sac, "Actor", lambda *args: made.append(Actor(*args)) or made[-1])
     call(sac, monkeypatch, "--resume", run_folder, "--total-updates", 2, "--exploration-noise", 0.01)
@@ -539,13 +531,13 @@ def test_settings_given_on_resuming_take_effect(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_100th_update_before_the_first_episode_ends(tmp_path, monkeypatch):
     arguments = [*BASELINE, "--aux", "none", "--paper", "--warmup", 1, "--total-updates", 101, "--eval-every", 1000]
-    run_folder, _ = run_in_process(tmp_path, monkeypatch, *arguments, "--batch-size", 1, "--total-updates", 99)
-    run_in_process(tmp_path, monkeypatch, "--resume", run_folder, "--total-updates", 101)
+    run_folder, _ = run_in_process(sac, tmp_path, monkeypatch, *arguments, "--batch-size", 1, "--total-updates", 99)
+    run_in_process(sac, tmp_path, monkeypatch, "--resume", run_folder, "--total-updates", 101)
 
 
 def test_resumed_in_an_evaluation(tmp_path, monkeypatch):
     arguments = [*BASELINE, "--aux", "none", "--task", "r2"]
-    _, whole = run_in_process(tmp_path / "whole", monkeypatch, *arguments)
+    _, whole = run_in_process(sac, tmp_path / "whole", monkeypatch, *arguments)
     stopped, resumed = interrupted_in(monkeypatch, "evaluate", tmp_path / "interrupted", *arguments)
     assert stopped["counters"]["updates"] == 3 and stopped["rows"] == []
     assert [(row["update"], row["split"]) for row in resumed["rows"]][:2] == [(3, "seen"), (3, "unseen")]
