@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 import envs
 
-# A number with its smallest and its largest value
+# Limits of numbers, checked in Args.__post_init__
 Count = Annotated[int, (1, 10**9)]
 Weight = Annotated[float, (0, 10**6)]
 Ratio = Annotated[float, (0, 1)]
@@ -200,14 +200,6 @@ def sizes(task):
 # ------------------------------------------------------------------------------------------------------------ networks
 
 
-def halvings(image_shape):
-    """Height and width of an image, and of the output of each of the four convolutions."""
-    found = [image_shape[1:]]
-    for _ in range(4):
-        found.append(tuple((side + 1) // 2 for side in found[-1]))
-    return found
-
-
 class FeatureExtractor(nn.Module):
     """sigma: encodes an image as e (Eq. 1)."""
 
@@ -216,17 +208,16 @@ class FeatureExtractor(nn.Module):
         channels = (image_shape[0], 32, 32, 64, 64)
         self.convs = nn.ModuleList(nn.Conv2d(i, o, 3, 2, 1) for i, o in zip(channels[:-1], channels[1:], strict=True))
         self.norms = nn.ModuleList(nn.BatchNorm2d(o, track_running_stats=False) for o in channels[1:])
-        height, width = halvings(image_shape)[-1]
+        height, width = (math.ceil(side / 16) for side in image_shape[1:])  # after four strides of 2
         self.linear = nn.Linear(64 * height * width, 256)
 
     def forward(self, images, per_frame):
         """Encodes images (batch, 16, 42, 42); each is normalised by itself if `per_frame`, else over the batch."""
         # The authors' batch normalisation keeps no running statistics. It sees one frame at a time in acting.
         layout = torch.contiguous_format if per_frame else torch.channels_last  # the faster one for each norm
-        x = images.float().contiguous(memory_format=layout)
-        for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
-            weight = conv.weight.contiguous(memory_format=layout)
-            x = F.conv2d(x, weight / 255 if i == 0 else weight, conv.bias, stride=2, padding=1)  # states within [0, 1]
+        x = images.to(memory_format=layout) / 255
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = conv(x)
             x = F.group_norm(x, x.shape[1], norm.weight, norm.bias, norm.eps) if per_frame else norm(x)
             x = F.relu_(x)
         return F.relu(self.linear(x.flatten(1)))  # (batch, 256)
@@ -290,13 +281,13 @@ class VAE(nn.Module):
 
     def __init__(self, image_shape, latent=64):
         super().__init__()
-        *larger, smallest = halvings(image_shape)
+        channels, self.height, self.width = image_shape
         self.gaussian = nn.Linear(256, 2 * latent)
-        self.linear = nn.Sequential(nn.Linear(latent, 64 * math.prod(smallest)), nn.Unflatten(1, (64, *smallest)))
-        channels = (64, 64, 32, 32, image_shape[0])
+        small = 64, math.ceil(self.height / 16), math.ceil(self.width / 16)
+        self.linear = nn.Sequential(nn.Linear(latent, math.prod(small)), nn.Unflatten(1, small))
         self.deconvs = nn.ModuleList(
-            nn.ConvTranspose2d(i, o, 3, 2, 1, output_padding=[1 - side % 2 for side in size])  # doubles the size
-            for i, o, size in zip(channels[:-1], channels[1:], reversed(larger), strict=True)
+            nn.ConvTranspose2d(i, o, 3, 2, 1, output_padding=1)  # doubles the size
+            for i, o in ((64, 64), (64, 32), (32, 32), (32, channels))
         )
 
     def forward(self, features):
@@ -305,7 +296,7 @@ class VAE(nn.Module):
         images = self.linear(latent)
         for deconv in self.deconvs:
             images = deconv(F.relu(images))
-        return images, mean, log_variance
+        return images[..., : self.height, : self.width], mean, log_variance
 
 
 class Agent(nn.Module):
@@ -409,6 +400,7 @@ def discounted_sums(rewards, gamma):
 
 def estimate_advantages(rewards, values, gamma, gae_lambda):
     """Generalised advantage estimate; with lambda 1 it is R_t - V(s_t), the advantage of Eq. 3."""
+    # A time-out is not bootstrapped, as in the authors' code.
     deltas = [r + gamma * v2 - v for r, v, v2 in zip(rewards, values, [*values[1:], 0.0], strict=True)]
     return discounted_sums(deltas, gamma * gae_lambda)
 
@@ -461,7 +453,7 @@ class Episode:
         self.images, self.actions, self.rewards = [], [], []
         # RAD: one crop per episode, because the LSTM compares the frames of an episode.
         self.place = (0.5, 0.5) if center_crop else self.rng.random(2)
-        options = {"blind": blind} | ({} if goal is None else {"goal": goal})
+        options = {"goal": goal, "blind": blind}
         observation, _ = self.env.reset(seed=int(self.rng.integers(2**31)), options=options)
         self.goal, self.image, self.over = int(observation["goal"]), self.view(observation), False
 
@@ -481,15 +473,11 @@ class Episode:
         A success is labelled with its instruction, a time-out is a negative. Section 3.2 stores the state in which the
         goal is reached, Algorithm 1 the last state acted in. The authors' code stores the state before that one,
         because in the last state acted in the goal is often out of view. We follow the code."""
-        if not self.usable:
+        if len(self.rewards) == 1:  # the authors skip episodes of one step
             return None
         if self.info["is_success"]:
             return self.images[-2], self.goal
         return None if self.terminated else (self.images[-1], self.num_goals)
-
-    @property
-    def usable(self):  # the authors skip episodes of one step
-        return len(self.rewards) > 1 and "engine_died" not in self.info
 
 
 def play(agent, episodes, policy, device="cpu", on_step=lambda: None):
@@ -516,18 +504,13 @@ def evaluate(args, agent, split, goal_states, goal=None, on_step=lambda: None, n
     """Plays the same `args.episodes` episodes every time, with the most likely action. Returns a row of metrics."""
     episodes = [Episode(args, split) for _ in range(min(num_envs, args.episodes))]
     results, bar = [], tqdm(desc=f"evaluating {split}", total=args.episodes, unit=" episodes", **BAR, leave=False)
-    seeds = list(range(args.episodes))
-    while seeds:
-        batch, seeds = list(zip(episodes, seeds, strict=False)), seeds[len(episodes) :]
-        for episode, seed in batch:
+    while len(results) < args.episodes:
+        batch = episodes[: args.episodes - len(results)]
+        for seed, episode in enumerate(batch, len(results)):
             episode.begin([2**31, seed], goal, center_crop=True)
-        play(agent, [episode for episode, _ in batch], "greedy", on_step=on_step)
-        for episode, seed in batch:
-            if "engine_died" in episode.info:
-                seeds.append(seed)
-            else:
-                results.append((episode.info["is_success"], len(episode.rewards), sum(episode.rewards)))
-        bar.update(len(results) - bar.n)
+        play(agent, batch, "greedy", on_step=on_step)
+        results += [(episode.info["is_success"], len(episode.rewards), sum(episode.rewards)) for episode in batch]
+        bar.update(len(batch))
     bar.close()
     for episode in episodes:
         episode.env.close()
@@ -541,14 +524,13 @@ def collect_goal_states(args, split, on_step):
     episode, states, labels = Episode(args, split), [], []
     for seed in itertools.count():
         label = len(labels) % (episode.num_goals + (args.epsilon_n > 0))
-        for blind in (True, False):  # play blind first, then render only what is kept
-            episode.begin([2**31 + 1, seed], goal=label % episode.num_goals, blind=blind)
-            play(None, [episode], "random", on_step=on_step)
-            found = episode.goal_state()
-            if not found or found[1] != label:
-                break
-        else:
-            states.append(found[0])
+        episode.begin([2**31 + 1, seed], goal=label % episode.num_goals, blind=True)
+        play(None, [episode], "random", on_step=on_step)
+        found = episode.goal_state()
+        if found and found[1] == label:  # play it again with images
+            episode.begin([2**31 + 1, seed], goal=episode.goal)
+            play(None, [episode], "random")
+            states.append(episode.goal_state()[0])
             labels.append(label)
         if len(labels) == args.accuracy_states:
             episode.env.close()
@@ -674,7 +656,8 @@ def worker(index, args, run_folder, adam, counters, totals, snapshot, lock):
                     break
                 counters["env_steps"] += len(episode.rewards)
                 counters["successes"] += bool(success and labelled)
-                learning = episode.usable and not warming_up and bool(counters["updates"] < args.total_updates)
+                learning = not warming_up and bool(counters["updates"] < args.total_updates)
+                learning &= len(episode.rewards) > 1
                 counters["updates"] += learning
                 update = int(counters["updates"])
             report = {
@@ -728,15 +711,19 @@ def algorithm(args):
 
 
 def save_run(run_folder, checkpoint):
-    """Writes checkpoint.pt, and metrics.csv from it. Each file is replaced as a whole or not at all."""
-    contents = {"checkpoint.pt": io.BytesIO(), "metrics.csv": io.BytesIO()}
-    torch.save(checkpoint, contents["checkpoint.pt"])
+    """Writes checkpoint.pt, and args.json and metrics.csv from it. Each file is replaced as a whole or not at all."""
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
     lines = [METRICS, *([row[name] for name in METRICS] for row in checkpoint["rows"])]
-    contents["metrics.csv"].write("".join(",".join(map(str, line)) + "\n" for line in lines).encode())
+    contents = {
+        "checkpoint.pt": buffer.getvalue(),
+        "args.json": json.dumps(checkpoint["args"], indent=1).encode(),
+        "metrics.csv": "".join(",".join(map(str, line)) + "\n" for line in lines).encode(),
+    }
     temporary = run_folder / "save.tmp"
     try:
         for name, content in contents.items():
-            temporary.write_bytes(content.getbuffer())
+            temporary.write_bytes(content)
             os.replace(temporary, run_folder / name)
     finally:
         temporary.unlink(missing_ok=True)
@@ -809,7 +796,6 @@ def train(args, run_folder, run):
     signals = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, frame: signals.append(received))
-    (run_folder / "args.json").write_text(json.dumps(asdict(args), default=str, indent=1))
     writer = SummaryWriter(run_folder, purge_step=int(counters["updates"]) + 1)
     writer.add_text("hyperparameters", "|name|value|\n|-|-|\n" + "".join(f"|{k}|{v}|\n" for k, v in vars(args).items()))
     bar, means, logged, saved = None, {}, totals.sum(0), -np.inf
@@ -899,7 +885,9 @@ def train(args, run_folder, run):
     return finished
 
 
-FIXED = "task gdan aux seed epsilon_n goal_storage_size accuracy_states exp_name paper".split()  # in a resumed run
+FIXED = """
+    task gdan aux seed epsilon_n goal_storage_size accuracy_states gate_gain freeze_discriminator_at exp_name paper runs
+""".split()  # what a resumed run keeps
 
 
 def open_run(run_folder, new):

@@ -77,7 +77,7 @@ class MultiTargetEnv(gym.Env):
         self.blind = bool(options.get("blind"))
         # Drawn in either case: asking for a goal does not shift the random numbers of the rest of the episode.
         drawn = int(self.np_random.integers(len(self.names)))
-        goal = options.get("goal", drawn)
+        goal = drawn if options.get("goal") is None else options["goal"]
         lower = [name.lower() for name in self.names]
         if isinstance(goal, str) and goal.lower() in lower:
             goal = lower.index(goal.lower())
@@ -397,18 +397,14 @@ class DoomEnv(MultiTargetEnv):
             self.textures = tuple(pool[i] for i in self.np_random.integers(len(pool), size=3))
         self.objects = self.place_objects().tolist()  # (x, y) by class
         things = [(x, y, kinds[v]) for (x, y), kinds, v in zip(self.objects, ITEMS.values(), variants, strict=True)]
-        textmap = map_text(self.picture, self.heading, self.textures, things)
-        engine_seed = int(self.np_random.integers(2**31))
+        self.textmap = map_text(self.picture, self.heading, self.textures, things)
+        self.engine_seed = int(self.np_random.integers(2**31))
+        self.actions = []
         try:
-            self.load_map(textmap, engine_seed)
+            self.load_map()
         except ENGINE_DIED:
-            self.close()
-            try:
-                self.load_map(textmap, engine_seed)  # by a new engine
-            except ENGINE_DIED as error:
-                raise gym.error.Error(f"the Doom engine died twice in a row: {error}") from None
+            self.play_again()
         self.steps, self.running = 0, True
-        self.safe_tics = 0
         self.image = np.tile(shrink(self.frame), (TICS, 1, 1))
         return self.observation(), {"instruction": f"Get the {self.names[self.goal]}"}
 
@@ -424,16 +420,32 @@ class DoomEnv(MultiTargetEnv):
             if to_goal >= 2 * REACH and to_start >= REACH:
                 return objects
 
-    def load_map(self, textmap, engine_seed):
+    def load_map(self):
         if self.game is None:
-            self.start_engine(textmap)
+            self.start_engine()
         # The engine reads a map's lumps from its open WAD file at every map load.
         self.wad.seek(12)
-        self.wad.write(textmap)
+        self.wad.write(self.textmap)
+        self.safe_tics = 0
         with self.guard:
-            self.game.set_seed(engine_seed)
+            self.game.set_seed(self.engine_seed)
             self.game.new_episode()
             self.read_frame()
+
+    def play_again(self):
+        """Plays the episode up to here with a new engine, because the old one died. Returns the last action's outcome.
+
+        Nothing is lost: an episode is a pure function of its seed and actions."""
+        self.close()
+        outcome = None
+        try:
+            self.load_map()
+            for action in self.actions:
+                outcome = self.advance(action)
+            return outcome
+        except ENGINE_DIED as error:
+            self.close()
+            raise gym.error.Error(f"the Doom engine died twice in a row: {error}") from None
 
     def read_frame(self):
         state = self.game.get_state()
@@ -444,26 +456,31 @@ class DoomEnv(MultiTargetEnv):
         if not self.action_space.contains(action):
             raise ValueError(f"action {action!r} is not one of 0 (forward), 1 (left), 2 (right)")
         self.check_running()
-        frames, reached, cost = [], -1, 0.0
+        self.actions.append(int(action))
         try:
-            with self.guard:
-                for _ in range(TICS):
-                    self.tic(action)
-                    if not self.blind:
-                        frames.append(shrink(self.frame))
-                    for index, (x, y) in enumerate(self.objects):
-                        if abs(x - self.x) < REACH and abs(y - self.y) < REACH:
-                            reached = index
-                    if reached >= 0:
-                        break  # on this very tic, which pays the reward in place of its cost
-                    cost += self.rewards["step"] / TICS
+            reached, cost = self.advance(action)
         except ENGINE_DIED:
-            self.close()  # the next reset starts a new engine
-            return self.observation(), 0.0, False, True, {"engine_died": True, "is_success": False, "reached": -1}
+            reached, cost = self.play_again()
         self.steps += 1
+        return self.outcome(reached, cost)
+
+    def advance(self, action):
+        """Advances the engine by one step. Returns the class index of the object reached (-1 for none) and the cost."""
+        frames, reached, cost = [], -1, 0.0
+        with self.guard:
+            for _ in range(TICS):
+                self.tic(action)
+                if not self.blind:
+                    frames.append(shrink(self.frame))
+                for index, (x, y) in enumerate(self.objects):
+                    if abs(x - self.x) < REACH and abs(y - self.y) < REACH:
+                        reached = index
+                if reached >= 0:
+                    break  # on this very tic, which pays the reward in place of its cost
+                cost += self.rewards["step"] / TICS
         if not self.blind:
             self.image = np.concatenate(frames + frames[-1:] * (TICS - len(frames)))
-        return self.outcome(reached, cost)
+        return reached, cost
 
     def tic(self, action):
         """Advances the engine by one tic and looks where the agent is.
@@ -488,13 +505,13 @@ class DoomEnv(MultiTargetEnv):
         panel = np.concatenate([enlarge(self.image[-4:-1], 180), enlarge(self.image[-1:], 180)])
         return np.concatenate([enlarge(self.frame[:3].astype(np.uint8), 360), panel], axis=1)
 
-    def start_engine(self, textmap):
+    def start_engine(self):
         # Engine and environment keep the WAD open, so the folder is removed at once and no crash leaves it behind.
         if sys.platform == "linux":
             sweep()
         with tempfile.TemporaryDirectory(prefix=f"gace-doom-{os.getpid()}-") as folder:
             wad, launcher, instance = (Path(folder, name) for name in ("map.wad", "launcher", "instance"))
-            wad.write_bytes(wad_bytes(textmap))
+            wad.write_bytes(wad_bytes(self.textmap))
             command = [sys.executable, "-IS", "-c", LAUNCHER, vizdoom.exe_path, folder, str(os.getpid())]
             launcher.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
             launcher.chmod(0o700)

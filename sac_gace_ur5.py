@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 import envs
 
-# A number with its smallest and its largest value
+# Limits of numbers, checked in Args.__post_init__
 Count = Annotated[int, (1, 10**9)]
 Weight = Annotated[float, (0, 10**6)]
 Ratio = Annotated[float, (0, 1)]
@@ -213,14 +213,6 @@ def sizes(task):
 # ------------------------------------------------------------------------------------------------------------ networks
 
 
-def halvings(image_shape):
-    """Height and width of an image, and of the output of each of the four convolutions."""
-    found = [image_shape[1:]]
-    for _ in range(4):
-        found.append(tuple((side + 1) // 2 for side in found[-1]))
-    return found
-
-
 class FeatureExtractor(nn.Module):
     """sigma: encodes an image as e (Eq. 1), with the convolutions of the navigation model."""
 
@@ -231,15 +223,14 @@ class FeatureExtractor(nn.Module):
             nn.Conv2d(i, o, 3, 2, 1, bias=False) for i, o in zip(channels[:-1], channels[1:], strict=True)
         )
         self.norms = nn.ModuleList(nn.BatchNorm2d(o) for o in channels[1:])
-        height, width = halvings(image_shape)[-1]
+        height, width = (math.ceil(side / 16) for side in image_shape[1:])  # after four strides of 2
         self.linear = nn.Linear(64 * height * width, hidden_size)
         self.layer_norm = nn.LayerNorm(hidden_size)
 
     def forward(self, images):
-        x = images.float()  # (batch, 3, 84, 84)
-        for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
-            weight = conv.weight / 255 if i == 0 else conv.weight  # states within [0, 1]
-            x = F.relu_(norm(F.conv2d(x, weight, stride=2, padding=1)))
+        x = images / 255  # (batch, 3, 84, 84)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = F.relu_(norm(conv(x)))
         # Without LayerNorm and tanh, as in SAC+AE and CURL, the features drown out the action in the critic.
         return torch.tanh(self.layer_norm(self.linear(x.flatten(1))))  # (batch, 256)
 
@@ -339,19 +330,19 @@ class Decoder(nn.Module):
 
     def __init__(self, image_shape, hidden_size):
         super().__init__()
-        *larger, smallest = halvings(image_shape)
-        self.linear = nn.Sequential(nn.Linear(hidden_size, 64 * math.prod(smallest)), nn.Unflatten(1, (64, *smallest)))
-        channels = (64, 64, 32, 32, image_shape[0])
+        channels, self.height, self.width = image_shape
+        small = 64, math.ceil(self.height / 16), math.ceil(self.width / 16)
+        self.linear = nn.Sequential(nn.Linear(hidden_size, math.prod(small)), nn.Unflatten(1, small))
         self.deconvs = nn.ModuleList(
-            nn.ConvTranspose2d(i, o, 3, 2, 1, output_padding=[1 - side % 2 for side in size])  # doubles the size
-            for i, o, size in zip(channels[:-1], channels[1:], reversed(larger), strict=True)
+            nn.ConvTranspose2d(i, o, 3, 2, 1, output_padding=1)  # doubles the size
+            for i, o in ((64, 64), (64, 32), (32, 32), (32, channels))
         )
 
     def forward(self, features):
         images = self.linear(features)
         for deconv in self.deconvs:
             images = deconv(F.relu(images))
-        return images
+        return images[..., : self.height, : self.width]
 
 
 class Agent(nn.Module):
@@ -555,7 +546,6 @@ def make_optimizers(args, agent):
 def learn(args, agent, target, optimizers, replay, storage, rng, device):
     """One update of critic, encoder and discriminator (Eq. 9), then one of the actor. Returns the scalars to log."""
     critic_optimizer, actor_optimizer = optimizers
-    entropy_coef = args.entropy_coef if args.policy == "gaussian" else 0.0
     batch = [tensor.to(device) for tensor in replay.sample(args.batch_size, rng, args.n_step, args.gamma)]
     images, actions, returns, next_images, discounts, goals = batch
     if args.aux == "curl":
@@ -565,9 +555,10 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
         next_features = target.feature_extractor(next_images)
         next_query = target.goal_discriminator.query(next_features)
         # Unlike in SAC, the next action comes from a target actor. It fits the target's features: one encoder pass.
+        # The deterministic policy's noise smooths the target, as in TD3.
         next_actions, next_log_probs, _ = target.actor(next_features, next_query, goals)
         next_values = target.critic(next_features, next_query, goals, next_actions).min(0).values
-        targets = critic_target(returns, discounts, next_values, next_log_probs, entropy_coef)
+        targets = critic_target(returns, discounts, next_values, next_log_probs, args.entropy_coef)
 
     agent.train()  # batch normalisation with the statistics of the batch
     if args.aux == "gace":
@@ -606,7 +597,7 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
     agent.critic.requires_grad_(False)  # ... nor the critic
     new_actions, log_probs, means = agent.actor(features, query, goals, explore=args.policy == "gaussian")
     new_values = agent.critic(features, query, goals, new_actions)
-    loss_actor = actor_loss(new_values, log_probs, means, entropy_coef, args.action_penalty)
+    loss_actor = actor_loss(new_values, log_probs, means, args.entropy_coef, args.action_penalty)
     actor_optimizer.zero_grad()
     loss_actor.backward()
     actor_optimizer.step()
@@ -636,8 +627,8 @@ class Player:
         _, self.num_goals, self.num_actions = sizes(args.task)
 
     def begin(self, seed, goal=None, blind=False):
-        goal = self.fixed_goal if goal is None else goal
-        observation, _ = self.env.reset(seed=seed, options={"blind": blind} | ({} if goal is None else {"goal": goal}))
+        self.seed, goal = seed, self.fixed_goal if goal is None else goal
+        observation, _ = self.env.reset(seed=seed, options={"goal": goal, "blind": blind})
         self.image, self.goal = observation["image"], int(observation["goal"])
         self.actions, self.rewards, self.terminated, self.over = [], [], False, False
 
@@ -647,6 +638,12 @@ class Player:
         self.actions.append(action.tolist())
         self.rewards.append(reward)
 
+    def replay(self, seed, actions, goal=None):
+        """Plays recorded actions again."""
+        self.begin(seed, goal)
+        for action in actions:
+            self.step(np.array(action, np.float32))
+
     def goal_state(self):
         """Auto-labelling: returns the state to store and its label, or None if the episode ended on another box.
 
@@ -655,6 +652,10 @@ class Player:
         if self.info["is_success"]:
             return self.image, self.goal
         return None if self.terminated else (self.image, self.num_goals)
+
+
+def episode_seed(args, episode):
+    return int(np.random.SeedSequence([args.seed, episode]).generate_state(1)[0])
 
 
 def evaluate(args, agent, split, goal_states, goal=None, on_step=lambda: None):
@@ -678,17 +679,15 @@ def collect_goal_states(args, split, on_step):
     bar = tqdm(desc=f"states to measure the discriminator ({split})", total=args.accuracy_states, **BAR)
     for seed in itertools.count(2**29):
         label = len(labels) % (player.num_goals + 1)
-        for blind in (True, False):  # play blind first, then render only what is kept
-            player.begin(seed, label % player.num_goals, blind)
-            rng = np.random.default_rng(seed)
-            while not player.over:
-                on_step()
-                player.step(rng.uniform(-1, 1, player.num_actions).astype(np.float32))
-            found = player.goal_state()
-            if not found or found[1] != label:
-                break
-        else:
-            states.append(found[0])
+        player.begin(seed, label % player.num_goals, blind=True)
+        rng = np.random.default_rng(seed)
+        while not player.over:
+            on_step()
+            player.step(rng.uniform(-1, 1, player.num_actions).astype(np.float32))
+        found = player.goal_state()
+        if found and found[1] == label:
+            player.replay(seed, player.actions, player.goal)
+            states.append(player.image)
             labels.append(label)
             bar.update()
         if len(labels) == args.accuracy_states:
@@ -718,15 +717,19 @@ def algorithm(args):
 
 
 def save_run(run_folder, checkpoint):
-    """Writes checkpoint.pt, and metrics.csv from it. Each file is replaced as a whole or not at all."""
-    contents = {"checkpoint.pt": io.BytesIO(), "metrics.csv": io.BytesIO()}
-    torch.save(checkpoint, contents["checkpoint.pt"])
+    """Writes checkpoint.pt, and args.json and metrics.csv from it. Each file is replaced as a whole or not at all."""
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
     lines = [METRICS, *([row[name] for name in METRICS] for row in checkpoint["rows"])]
-    contents["metrics.csv"].write("".join(",".join(map(str, line)) + "\n" for line in lines).encode())
+    contents = {
+        "checkpoint.pt": buffer.getvalue(),
+        "args.json": json.dumps(checkpoint["args"], indent=1).encode(),
+        "metrics.csv": "".join(",".join(map(str, line)) + "\n" for line in lines).encode(),
+    }
     temporary = run_folder / "save.tmp"
     try:
         for name, content in contents.items():
-            temporary.write_bytes(content.getbuffer())
+            temporary.write_bytes(content)
             os.replace(temporary, run_folder / name)
     finally:
         temporary.unlink(missing_ok=True)
@@ -758,7 +761,9 @@ def new_run(args):
         "target": agent.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in make_optimizers(args, agent)],
         "counters": {"updates": 0, "env_steps": 0, "replay": 0, "goals": 0, "episodes": args.num_envs},
-        "under_way": [(episode, []) for episode in range(args.num_envs)],  # episode and actions of each environment
+        "under_way": [
+            (episode_seed(args, i), []) for i in range(args.num_envs)
+        ],  # seed and actions of each environment
         "numpy_random": json.dumps(np.random.default_rng(args.seed).bit_generator.state),
         "torch_random": torch.get_rng_state(),
         "seconds": 0.0,
@@ -808,15 +813,10 @@ def train(args, run_folder, run):
     signals = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, frame: signals.append(received))
-    (run_folder / "args.json").write_text(json.dumps(asdict(args), default=str, indent=1))
     writer = SummaryWriter(run_folder, purge_step=counters["updates"] + 1)
     writer.add_text("hyperparameters", "|name|value|\n|-|-|\n" + "".join(f"|{k}|{v}|\n" for k, v in vars(args).items()))
     players = [Player(args) for _ in range(args.num_envs)]
     recent, bar, saved = deque(maxlen=200), None, -np.inf  # recent episodes
-
-    def begin(player, episode):
-        player.episode = episode
-        player.begin(int(np.random.SeedSequence([args.seed, episode]).generate_state(1)[0]))
 
     def save():
         nonlocal saved
@@ -826,7 +826,7 @@ def train(args, run_folder, run):
             agent=agent.state_dict(),
             target=target.state_dict(),
             optimizers=[optimizer.state_dict() for optimizer in optimizers],
-            under_way=[(player.episode, player.actions) for player in players],
+            under_way=[(player.seed, player.actions) for player in players],
             numpy_random=json.dumps(rng.bit_generator.state),
             torch_random=torch.get_rng_state(),
             seconds=time.monotonic() - started,
@@ -839,10 +839,8 @@ def train(args, run_folder, run):
             raise KeyboardInterrupt
 
     try:
-        for player, (episode, actions) in zip(players, run["under_way"], strict=True):
-            begin(player, episode)
-            for action in actions:  # a resumed run replays its unfinished episodes
-                player.step(np.array(action, np.float32))
+        for player, under_way in zip(players, run["under_way"], strict=True):
+            player.replay(*under_way)
         if args.aux == "gace" and not run["goal_states"]:
             run["goal_states"] = {split: collect_goal_states(args, split, check_signals) for split in splits}
         while True:
@@ -867,7 +865,7 @@ def train(args, run_folder, run):
                 return True
 
             # Act
-            # The paper does not say what its warm-up of 10,000 counts: goal states would be half a million steps.
+            # The paper's warm-up of 10,000 has no unit. We count steps: 10,000 goal states would take half a million.
             warming_up = counters["env_steps"] < args.warmup or (args.aux == "gace" and not len(storage))
             images, goals = np.stack([player.image for player in players]), [player.goal for player in players]
             if warming_up:
@@ -880,7 +878,7 @@ def train(args, run_folder, run):
             steps["action"], steps["goal"], env_steps_before = actions, goals, counters["env_steps"]
             for player, action, step in zip(players, actions, steps, strict=True):
                 if player.over:  # its last frame has no step
-                    begin(player, counters["episodes"])
+                    player.begin(episode_seed(args, counters["episodes"]))
                     counters["episodes"] += 1
                     continue
                 player.step(action)
@@ -942,7 +940,7 @@ def train(args, run_folder, run):
 
 FIXED = """
     task gdan aux seed hidden_size replay_size goal_storage_size num_envs policy concat_query fixed_goal accuracy_states
-    exp_name paper
+    exp_name paper runs
 """.split()  # what a resumed run keeps
 
 

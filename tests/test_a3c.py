@@ -483,7 +483,14 @@ def test_paper_and_resume_change_the_defaults_and_flags_win(tmp_path, monkeypatc
     assert "__a3c+gace+paper__" in run_folder.name
     args = first["args"]
     assert {name: args[name] for name in a3c.PAPER} == a3c.PAPER | {"gae_lambda": 0.9}
-    assert "cannot change --task: it is v1" in answer_of(a3c, monkeypatch, "--resume", run_folder, "--task", "v2")
+    for flag, new, old in [
+        ("--task", "v2", "v1"),
+        ("--gate-gain", "9", "1.0"),  # of the initial weights, which a resumed run has no more
+        ("--freeze-discriminator-at", "5", "None"),  # it is part of the run's name
+        ("--runs", "elsewhere", "runs"),
+    ]:
+        answer = answer_of(a3c, monkeypatch, "--resume", run_folder, flag, new)
+        assert answer == f"a resumed run cannot change {flag}: it is {old}"
     given = ["--resume", run_folder, "--total-updates", "2", "--learning-rate", "1e-5"]
     _, resumed = run_in_process(a3c, tmp_path, monkeypatch, *given)
     assert resumed["args"] == args | {"total_updates": 2, "learning_rate": 1e-5}
@@ -626,7 +633,7 @@ def test_an_evaluation_that_an_interruption_cost_is_made_up_for(finished, tmp_pa
 
 
 @pytest.mark.slow
-def test_dead_engine_costs_an_episode_and_a_dead_worker_the_run(tmp_path):
+def test_dead_engine_costs_nothing_and_a_dead_worker_the_run(tmp_path):
     endless = ["--total-updates", "100000", "--eval-every", "100000", "--checkpoint-every", "1"]
     with Run(tmp_path, SCRIPT, *TINY, "--num-workers", "2", "--num-envs", "4", *endless) as run:
         assert wait_until(lambda: run.updates() >= 3, 60)

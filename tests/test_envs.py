@@ -722,23 +722,48 @@ def engine_of_this_process():
     return [p for p in engines(f"GACE_SELF={os.environ['GACE_SELF']}")]
 
 
-def test_a_dead_engine_costs_one_episode(monkeypatch, v1):
+@pytest.mark.parametrize("blind", [False, True])
+def test_a_dead_engine_costs_nothing(blind, monkeypatch, v1):
+    """A new engine plays the episode again, up to the step in which the old one died."""
     monkeypatch.setenv("GACE_SELF", str(uuid.uuid4()))
-    for _ in range(2):
-        v1.reset(seed=4)
-        v1.step(0)
-        (engine,) = engine_of_this_process()
-        os.kill(engine, signal.SIGKILL)
-        observation, reward, terminated, truncated, info = v1.step(0)
-        assert (reward, terminated, truncated) == (0, False, True)
-        assert info == {"engine_died": True, "is_success": False, "reached": -1}
-        assert v1.observation_space.contains(observation)
-        with pytest.raises(gym.error.ResetNeeded):
-            v1.step(0)
+    digests = []
+    for killed_at in ([], [0, 3], [9]):
+        observation, _ = v1.reset(seed=4, options={"blind": blind})
+        digest = hashlib.sha256(observation["image"].tobytes())
+        for step in itertools.count():
+            if step in killed_at:
+                os.kill(*engine_of_this_process(), signal.SIGKILL)
+            observation, *outcome = v1.step((0, 1, 0, 2)[step % 4])
+            digest.update(observation["image"].tobytes() + repr(outcome).encode())
+            if outcome[1] or outcome[2]:
+                break
+        assert step > 9
+        digests.append(digest.hexdigest())
+    assert digests[0] == digests[1] == digests[2]
     v1.reset(seed=4)
     os.kill(*engine_of_this_process(), signal.SIGKILL)  # between two episodes
     first = v1.reset(seed=4)[0]["image"]
     assert (first == v1.reset(seed=4)[0]["image"]).all()
+    assert v1.step(0)[1] == pytest.approx(-0.01)
+
+
+def test_an_engine_that_dies_twice_is_an_error(monkeypatch, v1):
+    monkeypatch.setenv("GACE_SELF", str(uuid.uuid4()))
+    v1.reset(seed=4)
+    v1.step(0)
+    advance = v1.advance
+
+    def killed(action):
+        os.kill(*engine_of_this_process(), signal.SIGKILL)
+        return advance(action)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(v1, "advance", killed)
+        with pytest.raises(gym.error.Error, match="the Doom engine died twice in a row"):
+            v1.step(0)
+    with pytest.raises(gym.error.ResetNeeded):
+        v1.step(0)
+    v1.reset(seed=4)
     assert v1.step(0)[1] == pytest.approx(-0.01)
 
 
@@ -752,13 +777,10 @@ def test_engines_killed_inside_a_step_never_hang_it(monkeypatch, v1):
         (engine,) = engine_of_this_process()
         killer = threading.Timer(rng.uniform(0.01, 0.08), os.kill, (engine, signal.SIGKILL))
         killer.start()
-        info = {}
-        while "engine_died" not in info and v1.game is not None:
+        while engine in engine_of_this_process() or killer.is_alive():
             started = time.monotonic()
-            *_, info = v1.step(int(rng.integers(3))) if v1.running else (v1.reset(), {})
+            v1.step(int(rng.integers(3))) if v1.running else v1.reset()
             assert time.monotonic() - started < 5
-            if engine not in engine_of_this_process() and not killer.is_alive():
-                break  # it died in a reset
         killer.join()
 
 
@@ -782,8 +804,10 @@ def test_frozen_engine_is_killed(monkeypatch):
     monkeypatch.setenv("GACE_SELF", str(uuid.uuid4()))
     env = envs.DoomEnv("v1", engine_timeout=1)
     first = env.reset(seed=4)[0]["image"]
+    second = env.step(0)[0]["image"]
+    env.reset(seed=4)
     os.kill(*engine_of_this_process(), signal.SIGSTOP)
-    assert env.step(0)[4] == {"engine_died": True, "is_success": False, "reached": -1}
+    assert np.array_equal(env.step(0)[0]["image"], second)  # by a new engine
     env.reset(seed=3)
     os.kill(*engine_of_this_process(), signal.SIGSTOP)
     assert np.array_equal(env.reset(seed=4)[0]["image"], first)  # by a new engine
