@@ -263,16 +263,16 @@ class ActorCritic(nn.Module):
         gate = torch.sigmoid(self.instruction(self.embedding(goals)))
         return features * gate, gate
 
-    def heads(self, gated, memory, query):
+    def heads(self, gated, lstm_output, query):
         """Computes policy and value from M, the LSTM's output and the query of the goal-discriminator."""
-        x = torch.cat([gated, memory], -1)
+        x = torch.cat([gated, lstm_output], -1)
         if self.gdan:
             # This layer and the ReLUs are in the authors' code. In the paper, the LSTM's output is split into key and
             # value, and Eq. 10 has no ReLU.
             key, value = F.relu(self.key_value(x)).chunk(2, -1)
             attention = torch.tanh(F.relu(self.w_q(query)) + F.relu(self.w_k(key)))  # u (Eq. 10)
             attended = value * attention  # h (Eq. 11)
-            x = F.relu(self.combine(torch.cat([attended, memory], -1)))
+            x = F.relu(self.combine(torch.cat([attended, lstm_output], -1)))
         return self.policy(x), self.value(x).squeeze(-1)
 
 
@@ -323,22 +323,22 @@ class Agent(nn.Module):
         nn.init.orthogonal_(self.actor_critic.value[-1].weight, 0.1)
 
     @torch.no_grad()
-    def act(self, images, goals, memory):
+    def act(self, images, goals, lstm_state):
         """One step in several environments: images (envs, 16, 42, 42), goals (envs,), LSTM state (2, envs, 256)."""
         features = self.feature_extractor(images, per_frame=True)
         gated, gate = self.actor_critic.gated(features, goals)
         weights = self.actor_critic.lstm.all_weights[0]
-        memory = torch.stack(torch.lstm_cell(torch.cat([gated, gate], -1), tuple(memory), *weights))
-        logits, value = self.actor_critic.heads(gated, memory[0], self.goal_discriminator.query(features))
-        return logits, value, memory
+        lstm_state = torch.stack(torch.lstm_cell(torch.cat([gated, gate], -1), tuple(lstm_state), *weights))
+        logits, value = self.actor_critic.heads(gated, lstm_state[0], self.goal_discriminator.query(features))
+        return logits, value, lstm_state
 
     def forward(self, images, goals):
         """A whole episode: images (steps, 16, 42, 42), goals (steps,). Returns logits, values and features."""
         features = self.feature_extractor(images, per_frame=True)
         gated, gate = self.actor_critic.gated(features, goals)
-        memory = self.actor_critic.lstm(torch.cat([gated, gate], -1)[:, None])[0][:, 0]
+        lstm_output = self.actor_critic.lstm(torch.cat([gated, gate], -1)[:, None])[0][:, 0]
         query = self.goal_discriminator.query(features)  # not detached: the RL loss trains it too, as the authors do
-        return *self.actor_critic.heads(gated, memory, query), features
+        return *self.actor_critic.heads(gated, lstm_output, query), features
 
     def classify(self, images):
         """Returns the logits of the goals that goal states belong to (Eq. 6 and 7)."""
@@ -482,21 +482,21 @@ class Episode:
 
 def play(agent, episodes, policy, device="cpu", on_step=lambda: None):
     """Plays all episodes to their end, acting in one batch. `policy` is "random", "sampled" or "greedy"."""
-    memory = torch.zeros(2, len(episodes), 256, device=device)
+    lstm_state = torch.zeros(2, len(episodes), 256, device=device)
     while episodes:
         on_step()
         logits, noise = 0.0, 0.0
         if policy != "random":
             images = torch.from_numpy(np.stack([episode.image for episode in episodes])).to(device)
             goals = torch.tensor([episode.goal for episode in episodes], device=device)
-            logits, _, memory = agent.act(images, goals, memory)
+            logits, _, lstm_state = agent.act(images, goals, lstm_state)
             logits = logits.cpu().numpy()
         if policy != "greedy":  # adding Gumbel noise and taking the maximum draws from the softmax
             noise = np.stack([episode.rng.gumbel(size=episode.num_actions) for episode in episodes])
         for episode, action in zip(episodes, np.argmax(logits + noise, -1).tolist(), strict=True):
             episode.step(action)
         if any(episode.over for episode in episodes):
-            memory = memory[:, [not episode.over for episode in episodes]]
+            lstm_state = lstm_state[:, [not episode.over for episode in episodes]]
             episodes = [episode for episode in episodes if not episode.over]
 
 

@@ -530,92 +530,6 @@ def crop(images, rng=None):
     return torch.stack([i[:, y : y + h, x : x + w] for i, (y, x) in zip(images, corners, strict=True)])
 
 
-# ------------------------------------------------------------------------------------------------------------ learning
-
-
-def make_optimizers(args, agent):
-    """One Adam for the actor and one for everything else. SAC+AE and CURL have a third for their auxiliary loss."""
-    rest = [p for name, p in agent.named_parameters() if not name.startswith(("actor.", "decoder."))]
-    groups = [{"params": rest}]
-    if agent.decoder:
-        groups.append({"params": agent.decoder.parameters(), "weight_decay": 1e-7})  # as in SAC+AE
-    critic = torch.optim.Adam(groups, args.learning_rate, fused=True)
-    return critic, torch.optim.Adam(agent.actor.parameters(), args.learning_rate, fused=True)
-
-
-def learn(args, agent, target, optimizers, replay, storage, rng, device):
-    """One update of critic, encoder and discriminator (Eq. 9), then one of the actor. Returns the scalars to log."""
-    critic_optimizer, actor_optimizer = optimizers
-    batch = [tensor.to(device) for tensor in replay.sample(args.batch_size, rng, args.n_step, args.gamma)]
-    images, actions, returns, next_images, discounts, goals = batch
-    if args.aux == "curl":
-        other_images, images, next_images = crop(images, rng), crop(images, rng), crop(next_images, rng)
-
-    with torch.no_grad():
-        next_features = target.feature_extractor(next_images)
-        next_query = target.goal_discriminator.query(next_features)
-        # Unlike in SAC, the next action comes from a target actor. It fits the target's features: one encoder pass.
-        # The deterministic policy's noise smooths the target, as in TD3.
-        next_actions, next_log_probs, _ = target.actor(next_features, next_query, goals)
-        next_values = target.critic(next_features, next_query, goals, next_actions).min(0).values
-        targets = critic_target(returns, discounts, next_values, next_log_probs, args.entropy_coef)
-
-    agent.train()  # batch normalisation with the statistics of the batch
-    if args.aux == "gace":
-        goal_images, goal_labels = storage.sample(args.goal_batch_size, rng)
-        goal_images = (augmented(goal_images, rng) if args.augment else goal_images).to(device)
-        goal_labels = goal_labels.to(device)
-        encoded = agent.feature_extractor(torch.cat([images, goal_images]))
-        features, goal_features = encoded[: args.batch_size], encoded[args.batch_size :]
-    else:
-        features = agent.feature_extractor(images)
-    agent.eval()
-    query = agent.goal_discriminator.query(features)
-    values = agent.critic(features, query, goals, actions)
-    loss = loss_critic = critic_loss(values, targets)
-    report = {"losses/critic_loss": loss_critic, "losses/values": values.mean()}
-    if args.aux == "gace":
-        goal_logits = agent.goal_discriminator(goal_features)
-        if goal_labels.max() >= goal_logits.shape[-1]:
-            raise OSError("goal_states.bin is damaged: it contains an unknown label")
-        report["losses/gace_loss"] = gace_loss(goal_logits, goal_labels)
-        report["losses/batch_accuracy"] = (goal_logits.argmax(-1) == goal_labels).float().mean()
-        loss = loss + args.eta * report["losses/gace_loss"]  # Eq. 9
-    elif args.aux == "ae":
-        report["losses/ae_loss"] = ae_loss(agent.decoder, features, images)
-        loss = loss + args.ae_coef * report["losses/ae_loss"]
-    elif args.aux == "curl":
-        with torch.no_grad():
-            keys = target.feature_extractor(other_images)
-        report["losses/curl_loss"] = curl_loss(features, keys, agent.contrast)
-        loss = loss + args.curl_coef * report["losses/curl_loss"]
-    critic_optimizer.zero_grad()
-    loss.backward()
-    critic_optimizer.step()
-
-    features, query = features.detach(), query.detach()  # the actor loss trains neither encoder nor discriminator ...
-    agent.critic.requires_grad_(False)  # ... nor the critic
-    new_actions, log_probs, means = agent.actor(features, query, goals, explore=args.policy == "gaussian")
-    new_values = agent.critic(features, query, goals, new_actions)
-    loss_actor = actor_loss(new_values, log_probs, means, args.entropy_coef, args.action_penalty)
-    actor_optimizer.zero_grad()
-    loss_actor.backward()
-    actor_optimizer.step()
-    agent.critic.requires_grad_(True)
-    with torch.no_grad():
-        if not torch.isfinite(loss + loss_actor + sum(tensor.sum() for tensor in agent.state_dict().values())):
-            raise FloatingPointError("a loss or a parameter is not finite")
-    report |= {"losses/actor_loss": loss_actor, "losses/action_size": new_actions.abs().mean()}
-    return {name: float(number.detach()) for name, number in report.items()}
-
-
-def soft_update(target, agent, tau):
-    """Moves the target networks and their batch statistics towards the agent."""
-    for old, new in zip(target.state_dict().values(), agent.state_dict().values(), strict=True):
-        if old.is_floating_point():
-            old.lerp_(new, tau)
-
-
 # ------------------------------------------------------------------------------------------------------------- playing
 
 
@@ -702,6 +616,92 @@ def discriminator_accuracy(agent, states, labels):
     device = agent.feature_extractor.linear.weight.device
     features = agent.feature_extractor(states.to(device, memory_format=torch.channels_last))
     return (agent.goal_discriminator(features).argmax(-1).cpu() == labels).float().mean().item()
+
+
+# ------------------------------------------------------------------------------------------------------------ learning
+
+
+def make_optimizers(args, agent):
+    """One Adam for the actor and one for everything else. SAC+AE and CURL have a third for their auxiliary loss."""
+    rest = [p for name, p in agent.named_parameters() if not name.startswith(("actor.", "decoder."))]
+    groups = [{"params": rest}]
+    if agent.decoder:
+        groups.append({"params": agent.decoder.parameters(), "weight_decay": 1e-7})  # as in SAC+AE
+    critic = torch.optim.Adam(groups, args.learning_rate, fused=True)
+    return critic, torch.optim.Adam(agent.actor.parameters(), args.learning_rate, fused=True)
+
+
+def learn(args, agent, target, optimizers, replay, storage, rng, device):
+    """One update of critic, encoder and discriminator (Eq. 9), then one of the actor. Returns the scalars to log."""
+    critic_optimizer, actor_optimizer = optimizers
+    batch = [tensor.to(device) for tensor in replay.sample(args.batch_size, rng, args.n_step, args.gamma)]
+    images, actions, returns, next_images, discounts, goals = batch
+    if args.aux == "curl":
+        other_images, images, next_images = crop(images, rng), crop(images, rng), crop(next_images, rng)
+
+    with torch.no_grad():
+        next_features = target.feature_extractor(next_images)
+        next_query = target.goal_discriminator.query(next_features)
+        # Unlike in SAC, the next action comes from a target actor. It fits the target's features: one encoder pass.
+        # The deterministic policy's noise smooths the target, as in TD3.
+        next_actions, next_log_probs, _ = target.actor(next_features, next_query, goals)
+        next_values = target.critic(next_features, next_query, goals, next_actions).min(0).values
+        targets = critic_target(returns, discounts, next_values, next_log_probs, args.entropy_coef)
+
+    agent.train()  # batch normalisation with the statistics of the batch
+    if args.aux == "gace":
+        goal_images, goal_labels = storage.sample(args.goal_batch_size, rng)
+        goal_images = (augmented(goal_images, rng) if args.augment else goal_images).to(device)
+        goal_labels = goal_labels.to(device)
+        encoded = agent.feature_extractor(torch.cat([images, goal_images]))
+        features, goal_features = encoded[: args.batch_size], encoded[args.batch_size :]
+    else:
+        features = agent.feature_extractor(images)
+    agent.eval()
+    query = agent.goal_discriminator.query(features)
+    values = agent.critic(features, query, goals, actions)
+    loss = loss_critic = critic_loss(values, targets)
+    report = {"losses/critic_loss": loss_critic, "losses/values": values.mean()}
+    if args.aux == "gace":
+        goal_logits = agent.goal_discriminator(goal_features)
+        if goal_labels.max() >= goal_logits.shape[-1]:
+            raise OSError("goal_states.bin is damaged: it contains an unknown label")
+        report["losses/gace_loss"] = gace_loss(goal_logits, goal_labels)
+        report["losses/batch_accuracy"] = (goal_logits.argmax(-1) == goal_labels).float().mean()
+        loss = loss + args.eta * report["losses/gace_loss"]  # Eq. 9
+    elif args.aux == "ae":
+        report["losses/ae_loss"] = ae_loss(agent.decoder, features, images)
+        loss = loss + args.ae_coef * report["losses/ae_loss"]
+    elif args.aux == "curl":
+        with torch.no_grad():
+            keys = target.feature_extractor(other_images)
+        report["losses/curl_loss"] = curl_loss(features, keys, agent.contrast)
+        loss = loss + args.curl_coef * report["losses/curl_loss"]
+    critic_optimizer.zero_grad()
+    loss.backward()
+    critic_optimizer.step()
+
+    features, query = features.detach(), query.detach()  # the actor loss trains neither encoder nor discriminator ...
+    agent.critic.requires_grad_(False)  # ... nor the critic
+    new_actions, log_probs, means = agent.actor(features, query, goals, explore=args.policy == "gaussian")
+    new_values = agent.critic(features, query, goals, new_actions)
+    loss_actor = actor_loss(new_values, log_probs, means, args.entropy_coef, args.action_penalty)
+    actor_optimizer.zero_grad()
+    loss_actor.backward()
+    actor_optimizer.step()
+    agent.critic.requires_grad_(True)
+    with torch.no_grad():
+        if not torch.isfinite(loss + loss_actor + sum(tensor.sum() for tensor in agent.state_dict().values())):
+            raise FloatingPointError("a loss or a parameter is not finite")
+    report |= {"losses/actor_loss": loss_actor, "losses/action_size": new_actions.abs().mean()}
+    return {name: float(number.detach()) for name, number in report.items()}
+
+
+def soft_update(target, agent, tau):
+    """Moves the target networks and their batch statistics towards the agent."""
+    for old, new in zip(target.state_dict().values(), agent.state_dict().values(), strict=True):
+        if old.is_floating_point():
+            old.lerp_(new, tau)
 
 
 # ------------------------------------------------------------------------------------------------------------ training
