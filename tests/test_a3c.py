@@ -561,7 +561,7 @@ def test_negatives_do_not_count_towards_the_warm_up(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_committed_agent_is_evaluated_out_of_the_box():
     """By the command of results/README.md, for one goal; a random policy succeeds in 6.6 %."""
-    command = [sys.executable, "-m", "tools.enjoy", "results/v1__a3c+gace+gdan__1.pt", "--goal", "armor"]
+    command = [sys.executable, "-m", "tools.enjoy", "results/v1__a3c+gace+gdan__2.pt", "--goal", "armor"]
     shown = subprocess.run([*command, "--episodes", "40"], cwd=ROOT, capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     assert float(shown.stdout.split("success ")[1].split("%")[0]) > 25

@@ -1,7 +1,7 @@
 """Evaluates a trained agent of either script, or films it.
 
 python -m tools.enjoy runs/RUN/checkpoint.pt
-python -m tools.enjoy "results/v1__a3c+gace+gdan__1.pt" --goal Bonus --episodes 50
+python -m tools.enjoy "results/v1__a3c+gace+gdan__2.pt" --goal Bonus --episodes 50
 python -m tools.enjoy "results/r1__sac+gace+gdan__2.pt" --video
 """
 
