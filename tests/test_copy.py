@@ -77,7 +77,7 @@ TINY = "--total-updates 6 --eval-every 3 --episodes 3 --accuracy-states 1 --goal
 @pytest.mark.parametrize(
     ("script", "changes", "flags"),
     [
-        ("a3c_gace_vizdoom.py", A3C_CHANGES, "--warmup 5 --num-workers 2 --num-envs 4"),
+        ("a3c_gace_vizdoom.py", A3C_CHANGES, "--warmup 5 --num-workers 1 --num-envs 4"),
         ("sac_gace_ur5.py", SAC_CHANGES, "--warmup 300 --batch-size 8 --replay-size 32"),
     ],
 )

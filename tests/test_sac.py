@@ -387,7 +387,7 @@ class FakeRun:
         self.players, self.seeds = [sac.Player(self.args) for _ in range(8)], itertools.count()
         for player in self.players:
             player.begin(next(self.seeds))
-        for _ in range(500):
+        for _ in range(250):
             self.turn(self.rng.uniform(-1, 1, (8, 6)).astype(np.float32))
 
     def turn(self, actions=None):
@@ -405,8 +405,7 @@ class FakeRun:
 
     def train(self, updates):
         while self.updates < updates:
-            for _ in range(4):
-                self.turn()
+            self.turn()
             sac.learn(self.args, self.agent, self.target, self.optimizers, self.replay, None, self.rng, "cpu")
             sac.soft_update(self.target, self.agent, self.args.tau)
             self.updates += 1
