@@ -96,8 +96,8 @@ def test_sheet_and_video_of_both_kinds_of_agent(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpoints(tmp_path)
     for arguments, sheet, film in [
-        (["v1.pt", "--task", "v2", "--split", "unseen"], (964, 360), (480, 360)),
-        (["v1.pt", "v1.pt"], (964, 724), (964, 360)),  # one above the other, and side by side
+        # two agents: one above the other, and side by side
+        (["v1.pt", "v1.pt", "--task", "v2", "--split", "unseen"], (964, 724), (964, 360)),
         (["r1.pt", "--goal", "green"], (964, 480), (480, 480)),
     ]:
         call(saliency, monkeypatch, *arguments, "--episodes", "1", "--frames", "2")
