@@ -716,7 +716,7 @@ def save_run(run_folder, checkpoint):
     torch.save(checkpoint, buffer)
     lines = [METRICS, *([row[name] for name in METRICS] for row in checkpoint["rows"])]
     contents = {
-        "checkpoint.pt": buffer.getvalue(),
+        "checkpoint.pt": buffer.getbuffer(),
         "args.json": json.dumps(checkpoint["args"], indent=1).encode(),
         "metrics.csv": "".join(",".join(map(str, line)) + "\n" for line in lines).encode(),
     }

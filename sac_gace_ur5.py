@@ -553,7 +553,7 @@ class Player:
         self.rewards.append(reward)
 
     def replay(self, seed, actions, goal=None):
-        """Plays recorded actions again."""
+        """Plays recorded actions again, with images."""
         self.begin(seed, goal)
         for action in actions:
             self.step(np.array(action, np.float32))
@@ -722,7 +722,7 @@ def save_run(run_folder, checkpoint):
     torch.save(checkpoint, buffer)
     lines = [METRICS, *([row[name] for name in METRICS] for row in checkpoint["rows"])]
     contents = {
-        "checkpoint.pt": buffer.getvalue(),
+        "checkpoint.pt": buffer.getbuffer(),
         "args.json": json.dumps(checkpoint["args"], indent=1).encode(),
         "metrics.csv": "".join(",".join(map(str, line)) + "\n" for line in lines).encode(),
     }
@@ -761,9 +761,7 @@ def new_run(args):
         "target": agent.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in make_optimizers(args, agent)],
         "counters": {"updates": 0, "env_steps": 0, "replay": 0, "goals": 0, "episodes": args.num_envs},
-        "under_way": [
-            (episode_seed(args, i), []) for i in range(args.num_envs)
-        ],  # seed and actions of each environment
+        "under_way": [(episode_seed(args, i), []) for i in range(args.num_envs)],  # seed and actions by environment
         "numpy_random": json.dumps(np.random.default_rng(args.seed).bit_generator.state),
         "torch_random": torch.get_rng_state(),
         "seconds": 0.0,
