@@ -10,9 +10,12 @@ import sys
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from helpers import ROOT
+import torch
+from helpers import ROOT, call
 
-from tools import report
+import a3c_gace_vizdoom as a3c
+import sac_gace_ur5 as sac
+from tools import enjoy, publish, report
 
 HEADER = ",".join(report.METRICS) + "\n"
 
@@ -219,6 +222,30 @@ def test_nothing_to_report(tmp_path):
     for arguments, expected in [(["nowhere"], "nowhere does not exist"), ([str(tmp_path)], "train something first")]:
         result = run(tmp_path, *arguments)
         assert result.returncode != 0 and expected in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("script", [a3c, sac], ids=["a3c", "sac"])
+def test_published_run_is_reported_and_its_agent_loads(script, tmp_path, monkeypatch):
+    args = script.Args(runs=str(tmp_path))
+    name = f"{args.task}__{script.algorithm(args)}__1"
+    folder, checkpoint = tmp_path / f"{name}__100", script.new_run(args)
+    folder.mkdir()
+    script.save_run(folder, checkpoint)
+    with pytest.raises(SystemExit, match="no evaluation yet"):
+        call(publish, monkeypatch, folder)
+    checkpoint["rows"] = [dict(zip(report.METRICS, (300, 9, 1.0, "seen", 0.25, 0.5, 20.0, 1.0), strict=True))]
+    script.save_run(folder, checkpoint)
+    call(publish, monkeypatch, folder, "--agent", "--out", tmp_path / "results")
+    results = {path.name: path for path in (tmp_path / "results").iterdir()}
+    assert set(results) == {f"{name}.csv", f"{name}.json", f"{name}.pt"}
+    assert report.read(results[f"{name}.csv"])["seen"][report.RATIO].tolist() == [25]
+    assert str(tmp_path) not in results[f"{name}.json"].read_text()  # no path of this machine
+    trained_by, _, trained, agent = enjoy.load_agent(results[f"{name}.pt"])
+    assert trained_by is script and trained.runs == "runs"
+    for key, weight in checkpoint["agent"].items():
+        assert torch.equal(
+            agent.state_dict()[key], weight.half().to(weight.dtype) if weight.is_floating_point() else weight
+        )
 
 
 @pytest.mark.slow
