@@ -253,7 +253,7 @@ def plot(axes, runs, column, axis, paper):
         axes.fill_between(points, mean - deviation, mean + deviation, color=colour, alpha=0.2, linewidth=0)
         if algorithm in paper:
             axes.axhline(paper[algorithm], color=colour, linestyle="--", linewidth=0.8, alpha=0.7)
-    axes.set(ylim=(0, 100), xlim=(0, None), xlabel=AXES[axis])
+    axes.set(ylim=(0, 102), xlim=(0, None), xlabel=AXES[axis])
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value < 1e6 else f"{value / 1e6:g}M")
     axes.spines[["top", "right"]].set_visible(False)
 
