@@ -276,7 +276,7 @@ def draw(panels, path):
     for axes, (title, ylabel, runs, column, axis, paper) in zip(grid, panels, strict=False):
         plot(axes, runs, column, axis, paper)
         axes.set(title=title, ylabel=ylabel)
-        axes.legend(framealpha=0.8, edgecolor="none", fontsize="small")
+        axes.legend(loc="lower right", framealpha=0.8, edgecolor="none", fontsize="small")
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
     save(figure, path)
