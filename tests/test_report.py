@@ -237,6 +237,11 @@ def test_published_run_is_reported_and_its_agent_loads(script, tmp_path, monkeyp
     script.save_run(folder, checkpoint)
     call(publish, monkeypatch, folder, "--agent", "--out", tmp_path / "results")
     results = {path.name: path for path in (tmp_path / "results").iterdir()}
+    call(publish, monkeypatch, folder, "--out", tmp_path / "results")  # again, as the run goes on
+    checkpoint["rows"][0]["success_ratio"] = 0.5
+    script.save_run(folder, checkpoint)
+    with pytest.raises(SystemExit, match="holds another run"):
+        call(publish, monkeypatch, folder, "--out", tmp_path / "results")
     assert set(results) == {f"{name}.csv", f"{name}.json", f"{name}.pt"}
     assert report.read(results[f"{name}.csv"])["seen"][report.RATIO].tolist() == [25]
     assert str(tmp_path) not in results[f"{name}.json"].read_text()  # no path of this machine

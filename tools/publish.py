@@ -28,13 +28,16 @@ class Args:
 
 def main():
     args = tyro.cli(Args, description=__doc__)
-    _, checkpoint, trained, agent = load_agent(args.run / "checkpoint.pt")
+    script, checkpoint, trained, agent = load_agent(args.run / "checkpoint.pt")
     if not checkpoint.get("rows"):
         raise SystemExit(f"{args.run} has no evaluation yet")
-    name = args.run.resolve().name.rsplit("__", 1)[0]  # without the time
+    name = f"{trained.task}__{script.algorithm(trained)}__{trained.seed}"
+    old, new = args.out / f"{name}.csv", args.run / "metrics.csv"
+    if old.exists() and not new.read_text().startswith(old.read_text()):
+        raise SystemExit(f"{old} holds another run: rename it, or train with another --exp-name")
     settings = checkpoint["args"] | {"runs": "runs"}  # the folder on this machine concerns nobody else
     args.out.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(args.run / "metrics.csv", args.out / f"{name}.csv")
+    shutil.copyfile(new, old)
     (args.out / f"{name}.json").write_text(json.dumps(settings, indent=1) + "\n")
     if args.agent:
         small = {"args": settings, "agent": agent.half().state_dict(), "counters": checkpoint["counters"]}
