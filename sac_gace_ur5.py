@@ -74,7 +74,7 @@ class Hyperparameters:
     warmup: Count = 50_000
     """environment steps with a random policy before the first update (paper: 10,000)"""
     epsilon_n: Ratio = 0.05
-    """probability of storing the last state of an episode that timed out as a negative (in the warm-up: 1)"""
+    """probability of storing the last state of an episode that timed out as a negative"""
     tau: Ratio = 0.005
     """target smoothing coefficient"""
     batch_size: Count = 128
@@ -893,7 +893,9 @@ def train(args, run_folder, run):
                 success = player.info["is_success"]
                 recent.append((success, player.terminated and not success, len(player.rewards), sum(player.rewards)))
                 if args.aux == "gace" and (found := player.goal_state()):
-                    if success or warming_up or rng.random() < args.epsilon_n:
+                    # As in Algorithm 1. Appendix B.1 can be read as if the warm-up stored every time-out: then nine of
+                    # ten goal states are negatives, and the agent learns more slowly.
+                    if success or rng.random() < args.epsilon_n:
                         storage.add(*found)
 
             # Learn, after every --env-steps-per-update steps

@@ -441,11 +441,13 @@ def test_auxiliary_loss_weighs_as_much_as_the_critic_loss(aux, tmp_path):
         player.env.close()
 
 
-def test_auto_labelling(tmp_path, monkeypatch):
-    """Every stored state is the last of an episode: of a success, by its goal, or of a time-out, as the negative class.
-    Nothing of an episode that ended on another box; and in the warm-up, nothing else is left out."""
+@pytest.mark.parametrize("epsilon_n", (0, 1))
+def test_auto_labelling(tmp_path, monkeypatch, epsilon_n):
+    """Every stored state is the last of an episode: of a success, by its goal, or of a time-out, as the negative class,
+    with a probability of epsilon_n. Nothing of an episode that ended on another box; nothing else is left out."""
     monkeypatch.chdir(tmp_path)
-    call(sac, monkeypatch, *TINY, "--warmup", 2500, "--total-updates", 1, "--fixed-goal", "green")
+    given = ["--warmup", 2500, "--total-updates", 1, "--fixed-goal", "green", "--epsilon-n", epsilon_n]
+    call(sac, monkeypatch, *TINY, *given)
     (run_folder,) = Path("runs").iterdir()
     counters = torch.load(run_folder / "checkpoint.pt")["counters"]
     replay = new_replay(run_folder, 5000, 8, counters["replay"])
@@ -458,11 +460,11 @@ def test_auto_labelling(tmp_path, monkeypatch):
             continue
         assert before["goal"] == 1 and (frame is None or not replay.steps["usable"][end])
         outcomes.append("success" if before["reward"] > 0.5 else "other box" if before["terminal"] else "time-out")
-        if outcomes[-1] != "other box":
+        if outcomes[-1] == "success" or (outcomes[-1] == "time-out" and epsilon_n):
             expected.append((1 if outcomes[-1] == "success" else 3, frame))
     assert len(outcomes) >= (~replay.steps["usable"][: replay.count]).sum()
     assert set(outcomes) == {"success", "other box", "time-out"}
-    assert len(records) == len(expected) > 40
+    assert len(records) == len(expected) > (40 if epsilon_n else 0)
     for record, (label, frame) in zip(records, expected, strict=True):
         assert record["label"] == label and (frame is None or np.array_equal(record["image"], frame))
 
