@@ -341,6 +341,7 @@ def main():
         print(f"{len(plan)} runs, about {total:.0f} hours of {args.cpus_per_run} cores each")
         return
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell switches it off for a command ended by &
     ray, slots = connect(args)
     for run in plan:
         if run.log().exists():  # of an earlier call
