@@ -78,7 +78,7 @@ class Hyperparameters:
     eta: Weight = 0.5
     """coefficient of the GACE loss (Eq. 9); the paper recommends 0.3 to 0.5"""
     epsilon_n: Ratio = 0.0
-    """probability of storing the last state of an episode that timed out as a negative"""
+    """probability of storing the last state acted in of an episode that timed out, as a negative"""
     gamma: Ratio = 0.99
     """discount"""
     learning_rate: Weight = 2e-4
@@ -104,7 +104,7 @@ class LeftOut:
     learning_rate_warmup: Annotated[int, (0, 10**9)] = 1_000
     """updates of linear learning-rate warm-up (authors: 0)"""
     adam_epsilon: Weight = 1e-4
-    """Adam's epsilon (authors: 1e-3)"""
+    """Adam's epsilon (authors: 1e-3, added before the bias correction; --paper does so too)"""
     reward_scale: Weight = 0.1
     """multiply rewards by this in the losses (authors: 1)"""
     gae_lambda: Ratio = 0.9
@@ -132,7 +132,7 @@ class Logging:
     episodes: Count = 500
     """episodes of an evaluation, on each split"""
     accuracy_states: Count = 100
-    """goal states, of a random policy, to measure the discriminator's accuracy on; per split"""
+    """goal states per split to measure the discriminator's accuracy on; a random policy collects them"""
     checkpoint_every: Weight = 60.0
     """seconds between two checkpoints"""
     runs: str = "runs"
@@ -213,7 +213,8 @@ class FeatureExtractor(nn.Module):
 
     def forward(self, images, per_frame):
         """Encodes images (batch, 16, 42, 42); each is normalised by itself if `per_frame`, else over the batch."""
-        # The authors' batch normalisation keeps no running statistics. It sees one frame at a time in acting.
+        # The authors' batch normalisation keeps no running statistics, and sees one frame at a time, except for goal
+        # states. group_norm with one group per channel does the same for many frames at once.
         layout = torch.contiguous_format if per_frame else torch.channels_last  # the faster one for each norm
         x = images.to(memory_format=layout) / 255
         for conv, norm in zip(self.convs, self.norms, strict=True):
@@ -268,7 +269,8 @@ class ActorCritic(nn.Module):
         x = torch.cat([gated, lstm_output], -1)
         if self.gdan:
             # This layer and the ReLUs are in the authors' code. In the paper, the LSTM's output is split into key and
-            # value, and Eq. 10 has no ReLU.
+            # value, and Eq. 10 has no ReLU. h is concatenated with the LSTM's output, as in Appendix B.2 (Section 3.4:
+            # with M).
             key, value = F.relu(self.key_value(x)).chunk(2, -1)
             attention = torch.tanh(F.relu(self.w_q(query)) + F.relu(self.w_k(key)))  # u (Eq. 10)
             attended = value * attention  # h (Eq. 11)
@@ -312,7 +314,8 @@ class Agent(nn.Module):
         self.actor_critic = ActorCritic(goals, actions, args.gdan)
         self.goal_batch_norm = args.goal_batch_norm
         self.vae = VAE(image_shape) if args.aux == "vae" else None
-        # Orthogonal weights and no biases: with PyTorch's initialisation, the policy hardly depends on the state.
+        # Orthogonal weights and no biases, also with --paper. The authors use PyTorch's initialisation, with which the
+        # policy hardly depends on the state.
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1 and "embedding" not in name:
                 nn.init.orthogonal_(parameter, 1 if "lstm" in name else 2**0.5)
@@ -337,7 +340,8 @@ class Agent(nn.Module):
         features = self.feature_extractor(images, per_frame=True)
         gated, gate = self.actor_critic.gated(features, goals)
         lstm_output = self.actor_critic.lstm(torch.cat([gated, gate], -1)[:, None])[0][:, 0]
-        query = self.goal_discriminator.query(features)  # not detached: the RL loss trains it too, as the authors do
+        # Not detached: the RL loss trains it too, as in the authors' code. Section 3.3 can be read otherwise.
+        query = self.goal_discriminator.query(features)
         return *self.actor_critic.heads(gated, lstm_output, query), features
 
     def classify(self, images):
@@ -406,7 +410,7 @@ def estimate_advantages(rewards, values, gamma, gae_lambda):
 
 
 def policy_loss(logits, actions, advantages, entropy_coef):
-    """Eq. 3, summed over the steps of the episode, as in the authors' code. Also returns the mean entropy."""
+    """Eq. 3 as a loss to minimise, summed over the steps, as in the authors' code. Also returns the mean entropy."""
     log_probs = F.log_softmax(logits, -1)
     entropies = -(log_probs.exp() * log_probs).sum(-1)
     taken = log_probs.gather(-1, actions[:, None])[:, 0]
@@ -470,9 +474,10 @@ class Episode:
     def goal_state(self):
         """Auto-labelling: returns the state to store and its label, or None.
 
-        A success is labelled with its instruction, a time-out is a negative. Section 3.2 stores the state in which the
-        goal is reached, Algorithm 1 the last state acted in. The authors' code stores the state before that one,
-        because in the last state acted in the goal is often out of view. We follow the code."""
+        A success is labelled with its instruction. A time-out is a negative. An episode that ends on another target is
+        not stored (Appendix B.1). Section 3.2 stores the state in which the goal is reached, Algorithm 1 the last state
+        acted in. The authors' code stores the state before that one, because in the last state acted in the goal is
+        often out of view. We follow the code."""
         if len(self.rewards) == 1:  # the authors skip episodes of one step
             return None
         if self.info["is_success"]:
@@ -614,6 +619,11 @@ def learning_rate(args, update):
     return args.learning_rate * rise * (max(0, 1 - (update - 1) / args.total_updates) if args.anneal_lr else 1)
 
 
+def adam_epsilon(args, update):
+    """With --paper, larger at first: the authors' Adam adds epsilon before the bias correction."""
+    return args.adam_epsilon / (math.sqrt(1 - 0.999**update) if args.paper else 1)
+
+
 def worker(index, args, run_folder, adam, counters, totals, snapshot, lock):
     """Plays and learns until the updates are done. All arguments from `adam` on are in shared memory."""
     follow_main_process()
@@ -672,7 +682,9 @@ def worker(index, args, run_folder, adam, counters, totals, snapshot, lock):
                 if frozen:  # otherwise Adam's momentum would still change the discriminator
                     adam.state[parameters]["exp_avg"][discriminator_start:discriminator_end] = 0
                 parameters.grad = gradient.to("cpu")
-                report["charts/learning_rate"] = adam.param_groups[0]["lr"] = learning_rate(args, update)
+                group = adam.param_groups[0]
+                report["charts/learning_rate"] = group["lr"] = learning_rate(args, update)
+                group["eps"] = adam_epsilon(args, update)
                 adam.step()
                 if update % args.eval_every == 0 and update < args.total_updates:
                     snapshot.copy_(parameters.detach())
@@ -780,15 +792,14 @@ def train(args, run_folder, run):
 
     # Shared with the workers. The checkpoint holds the same tensors.
     parameters = nn.Parameter(flatten(agent)[0].share_memory_())
-    adam = torch.optim.Adam([parameters], args.learning_rate, eps=args.adam_epsilon, amsgrad=True, fused=True)
+    adam = torch.optim.Adam([parameters], amsgrad=True, fused=True)  # workers set learning rate and epsilon
     adam.state[parameters] = run["adam"] = {name: moment.share_memory_() for name, moment in run["adam"].items()}
     run |= {"args": asdict(replace(args, resume=None)), "agent": agent.state_dict()}
-    counters = {name: torch.tensor(run["counters"].get(name, 0)) for name in (*COUNTERS, "stop", "snapshot")}
-    for counter in counters.values():
-        counter.share_memory_()
+    names = *COUNTERS, "stop", "snapshot"
+    counters = {name: torch.tensor(run["counters"].get(name, 0)).share_memory_() for name in names}
     totals = torch.zeros(args.num_workers, len(REPORTED), 2, dtype=torch.float64).share_memory_()  # sum and number
     snapshot = parameters.detach().clone().share_memory_()  # the parameters at update counters["snapshot"], to evaluate
-    shared = adam, counters, totals, snapshot, mp.get_context("spawn").Lock()
+    lock = mp.get_context("spawn").Lock()
 
     splits, evaluated = envs.splits_of(args.task), rows[-1]["update"] if rows else 0
     if counters["updates"] // args.eval_every > evaluated // args.eval_every:  # an evaluation was interrupted
@@ -839,7 +850,7 @@ def train(args, run_folder, run):
     os.environ |= {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**29)}
     # Only the main process handles signals: the workers inherit the mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    workers = mp.spawn(worker, (args, run_folder, *shared), args.num_workers, join=False)
+    workers = mp.spawn(worker, (args, run_folder, adam, counters, totals, snapshot, lock), args.num_workers, join=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     finished = False
     try:
@@ -887,7 +898,7 @@ def train(args, run_folder, run):
 
 FIXED = """
     task gdan aux seed epsilon_n goal_storage_size accuracy_states gate_gain freeze_discriminator_at exp_name paper runs
-""".split()  # what a resumed run keeps
+""".split()  # flags that a resumed run cannot change
 
 
 def open_run(run_folder, new):

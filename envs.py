@@ -177,135 +177,6 @@ ITEM_RADIUS = 20
 VARIABLES = [getattr(vizdoom.GameVariable, name) for name in ("POSITION_X", "POSITION_Y", "ANGLE")]
 FASTEST = 18  # more units than the agent can move in a tic
 TEXTMAP_BYTES = 32768  # room for the longest map; the engine takes the padding for white space
-ENGINE_DIED = (
-    vizdoom.ViZDoomErrorException,
-    vizdoom.ViZDoomIsNotRunningException,
-    vizdoom.ViZDoomUnexpectedExitException,
-)
-
-# Starts the engine, and starts it once more if it dies before the start is complete, when the library would crash. The
-# kernel kills the launcher with the Python process, and the engine with the launcher, however they die (on Linux:
-# elsewhere kill -9 leaves them). The launcher also keeps the engine's files out of the user's folder.
-LAUNCHER = """
-import ctypes, os, sys
-
-def follow(parent):
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG, SIGKILL = 1, 9
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-engine, folder, parent, *args = sys.argv[1:]
-follow(int(parent))
-os.chdir(folder)
-os.setsid()  # Ctrl-C in a terminal is for the Python process, which closes the engine
-launcher = os.getpid()
-for attempt in (1, 2):
-    pid = os.fork()
-    if pid == 0:
-        follow(launcher)
-        os.execv(engine, [engine, *args])
-    with open("instance", "w") as file:
-        file.write(f"{args[args.index('+viz_instance_id') + 1]} {pid}")
-    os.waitpid(pid, 0)
-    if not os.path.exists(folder):  # the environment removes it after a complete start
-        os._exit(1)
-print(f"The Doom engine does not start: {engine}", file=sys.stderr, flush=True)
-os._exit(1)
-"""
-
-
-def sweep():
-    """Removes files of processes that were killed while an engine started, more than a minute ago."""
-    folders = [folder for folder in Path(tempfile.gettempdir()).glob("gace-doom-*") if is_old(folder)]
-    for folder in folders:
-        if not Path("/proc", folder.name.split("-")[2]).exists():  # the owner's process
-            shutil.rmtree(folder, ignore_errors=True)
-    memories = [path for path in Path("/dev/shm").glob("ViZDoom*") if is_old(path)]
-    if memories:  # an engine that has started keeps its shared memory without a name
-        mapped = ""
-        for maps in Path("/proc").glob("[0-9]*/maps"):
-            with contextlib.suppress(OSError):  # another user's process, or one that has just ended
-                mapped += maps.read_text()
-        for path in memories:
-            if str(path) not in mapped:
-                path.unlink(missing_ok=True)
-
-
-def is_old(path):
-    try:
-        return path.stat().st_uid == os.getuid() and time.time() - path.stat().st_mtime > 60
-    except OSError:  # it has just gone
-        return False
-
-
-class EngineGuard(threading.Thread):
-    """Frees a call that waits for a dead engine, and kills an engine that does not answer (on Linux).
-
-    `with guard:` surrounds the calls of an engine. An engine that dies inside a call may hold the lock of the message
-    queue in shared memory. Then the library waits for the lock for ever, and so does its own thread that would report
-    the death."""
-
-    def __init__(self, pid, queues, timeout):
-        super().__init__(daemon=True)
-        self.pidfd, self.timeout = os.pidfd_open(pid), timeout
-        self.threads = [int(thread) for thread in os.listdir(f"/proc/{pid}/task")]
-        self.memories = []
-        for queue in queues:
-            with open(queue, "r+b") as file:
-                self.memories.append(mmap.mmap(file.fileno(), 0))
-        self.since = None  # when the call under way began
-        self.unlocking = threading.Lock()  # held by this thread, or by the one that closes
-        self.closed = False
-        self.start()
-
-    def __enter__(self):
-        self.since = time.monotonic()
-
-    def __exit__(self, *_):
-        self.since = None
-
-    def run(self):
-        while not self.closed:
-            dead = self.is_dead(min(1, self.timeout / 4))
-            since = self.since
-            waited = time.monotonic() - since if since else 0
-            if dead and waited > 0.05:
-                self.unlock()
-            elif not dead and waited > self.timeout:
-                self.kill()
-            if dead:
-                time.sleep(0.02)
-        os.close(self.pidfd)
-
-    def is_dead(self, seconds):
-        """Waits for the engine's death for some seconds at most."""
-        return bool(select.select([self.pidfd], [], [], seconds)[0])
-
-    def kill(self):
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-
-    def unlock(self):
-        """Unlocks every mutex that a thread of the dead engine owns.
-
-        A pthread_mutex_t is (lock, count, owner, users, kind, ...). A counter in the queue can have the value of a
-        thread, so lock and kind (128: shared by processes) are checked too."""
-        for memory, start in itertools.product(self.memories, range(60)):
-            with self.unlocking:
-                lock, _, owner, _, kind = np.frombuffer(memory, np.int32, 5, 4 * start).tolist()
-                if lock and owner in self.threads and kind == 128:
-                    mutex = ctypes.c_char.from_buffer(memory, 4 * start)
-                    ctypes.CDLL(None).pthread_mutex_unlock(ctypes.byref(mutex))
-
-    def close(self):
-        """Kills the engine, so that the library does not wait for it."""
-        self.kill()
-        if self.is_dead(5):
-            self.unlock()
-        self.closed = True
-        self.join(1)
 
 
 @functools.cache
@@ -360,7 +231,7 @@ def area_weights(size, new_size):
 
 
 # 120 rows to 42 repeats every 20 rows to 7, 160 columns to 42 every 80 to 21. Products of these small blocks take a
-# third of the full matrices' time, and each is too small for BLAS to start threads that would fight other workers.
+# third of the full matrices' time, and each is too small for BLAS to start threads, which would slow other workers.
 ROWS, COLUMNS = area_weights(20, 7), np.ascontiguousarray(area_weights(80, 21).T)
 
 
@@ -409,8 +280,10 @@ class DoomEnv(MultiTargetEnv):
         return self.observation(), {"instruction": f"Get the {self.names[self.goal]}"}
 
     def place_objects(self):
-        """In the maze, a permutation of its four places. In the room, uniform: redrawn while a non-goal object lies on
-        the start or so close to the goal that one cannot be reached without the other."""
+        """Draws the places of the objects: a permutation of four places in the maze, uniform in the room.
+
+        Unlike the authors, we draw again if a non-goal object lies on the start, or so close to the goal that the agent
+        cannot reach one without the other."""
         if self.picture is MAZE:
             return self.np_random.permutation(MAZE_PLACES)
         while True:
@@ -560,6 +433,139 @@ class DoomEnv(MultiTargetEnv):
     __del__ = close
 
 
+# -------------------------------------------------------------------------------------- V1 to V4: the engine's process
+
+ENGINE_DIED = (
+    vizdoom.ViZDoomErrorException,
+    vizdoom.ViZDoomIsNotRunningException,
+    vizdoom.ViZDoomUnexpectedExitException,
+)
+
+# Starts the engine. If it dies during its start, the library would crash, so the launcher starts it once more. The
+# kernel kills the launcher with the Python process, and the engine with the launcher, however they die (on Linux:
+# elsewhere kill -9 leaves them). The launcher also keeps the engine's files out of the user's folder.
+LAUNCHER = """
+import ctypes, os, sys
+
+def follow(parent):
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG, SIGKILL = 1, 9
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+engine, folder, parent, *args = sys.argv[1:]
+follow(int(parent))
+os.chdir(folder)
+os.setsid()  # Ctrl-C in a terminal is for the Python process, which closes the engine
+launcher = os.getpid()
+for attempt in (1, 2):
+    pid = os.fork()
+    if pid == 0:
+        follow(launcher)
+        os.execv(engine, [engine, *args])
+    with open("instance", "w") as file:
+        file.write(f"{args[args.index('+viz_instance_id') + 1]} {pid}")
+    os.waitpid(pid, 0)
+    if not os.path.exists(folder):  # the environment removes it after a complete start
+        os._exit(1)
+print(f"The Doom engine does not start: {engine}", file=sys.stderr, flush=True)
+os._exit(1)
+"""
+
+
+def sweep():
+    """Removes files of processes that were killed while an engine started, more than a minute ago."""
+    folders = [folder for folder in Path(tempfile.gettempdir()).glob("gace-doom-*") if is_old(folder)]
+    for folder in folders:
+        if not Path("/proc", folder.name.split("-")[2]).exists():  # the owner's process
+            shutil.rmtree(folder, ignore_errors=True)
+    memories = [path for path in Path("/dev/shm").glob("ViZDoom*") if is_old(path)]
+    if memories:  # an engine that has started keeps its shared memory without a name
+        mapped = ""
+        for maps in Path("/proc").glob("[0-9]*/maps"):
+            with contextlib.suppress(OSError):  # another user's process, or one that has just ended
+                mapped += maps.read_text()
+        for path in memories:
+            if str(path) not in mapped:
+                path.unlink(missing_ok=True)
+
+
+def is_old(path):
+    try:
+        return path.stat().st_uid == os.getuid() and time.time() - path.stat().st_mtime > 60
+    except OSError:  # it has just gone
+        return False
+
+
+class EngineGuard(threading.Thread):
+    """Frees a call that waits for a dead engine, and kills an engine that does not answer (on Linux).
+
+    `with guard:` surrounds the calls of an engine. An engine that dies inside a call may hold the lock of the message
+    queue in shared memory. Then the library waits for the lock for ever, and so does its own thread that would report
+    the death."""
+
+    def __init__(self, pid, queues, timeout):
+        super().__init__(daemon=True)
+        self.pidfd, self.timeout = os.pidfd_open(pid), timeout
+        self.threads = [int(thread) for thread in os.listdir(f"/proc/{pid}/task")]
+        self.memories = []
+        for queue in queues:
+            with open(queue, "r+b") as file:
+                self.memories.append(mmap.mmap(file.fileno(), 0))
+        self.since = None  # when the call under way began
+        self.unlocking = threading.Lock()  # held by this thread, or by the one that closes
+        self.closed = False
+        self.start()
+
+    def __enter__(self):
+        self.since = time.monotonic()
+
+    def __exit__(self, *_):
+        self.since = None
+
+    def run(self):
+        while not self.closed:
+            dead = self.is_dead(min(1, self.timeout / 4))
+            since = self.since
+            waited = time.monotonic() - since if since else 0
+            if dead and waited > 0.05:
+                self.unlock()
+            elif not dead and waited > self.timeout:
+                self.kill()
+            if dead:
+                time.sleep(0.02)
+        os.close(self.pidfd)
+
+    def is_dead(self, seconds):
+        """Waits for the engine's death for some seconds at most."""
+        return bool(select.select([self.pidfd], [], [], seconds)[0])
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def unlock(self):
+        """Unlocks every mutex that a thread of the dead engine owns.
+
+        A pthread_mutex_t is (lock, count, owner, users, kind, ...). A counter in the queue can have the value of a
+        thread, so lock and kind (128: shared by processes) are checked too."""
+        for memory, start in itertools.product(self.memories, range(60)):
+            with self.unlocking:
+                lock, _, owner, _, kind = np.frombuffer(memory, np.int32, 5, 4 * start).tolist()
+                if lock and owner in self.threads and kind == 128:
+                    mutex = ctypes.c_char.from_buffer(memory, 4 * start)
+                    ctypes.CDLL(None).pthread_mutex_unlock(ctypes.byref(mutex))
+
+    def close(self):
+        """Kills the engine, so that the library does not wait for it."""
+        self.kill()
+        if self.is_dead(5):
+            self.unlock()
+        self.closed = True
+        self.join(1)
+
+
 # ---------------------------------------------------------------------------------------------- R1 to R3: manipulation
 
 BOX_COLOURS = {
@@ -674,7 +680,7 @@ UR5_XML = """
 
 R_TASKS = ("r1", "r2", "r3")
 PHYSICS_STEPS = 16  # the paper repeats each action 16 times
-# From the tool tip to a box's centre, on the states the agent sees. With the joint speed, the start pose and the places
+# From the tool tip to a box's centre, after the 16 physics steps. With the joint speed, the start pose and the places
 # of the boxes above, a random policy succeeds in about 5 % of episodes, equally often at each box.
 REACH_DISTANCE = 0.082
 
@@ -685,7 +691,7 @@ GL_HELP = (
 
 
 def load_mujoco():
-    """Import MuJoCo with a rendering backend that works here. It reads MUJOCO_GL once, when it is imported."""
+    """Imports MuJoCo with a rendering backend that works here. It reads MUJOCO_GL once, when it is imported."""
     # Mesa's software renderer hangs after a fork unless it renders without threads, which at 84x84 is faster anyway.
     os.environ.setdefault("LP_NUM_THREADS", "0")
     # Pygame's window (render_mode="human") must not use OpenGL beside MuJoCo: the X server would end the process.
@@ -742,7 +748,7 @@ class UR5Env(MultiTargetEnv):
         others = [c for c in range(len(self.names)) if c != self.goal]
         present = [self.goal, *self.np_random.permutation(others)[:2]]
         self.box_classes = self.np_random.permutation(present)  # the class of the box at each position
-        background = f"checker{self.np_random.integers(5)}" if self.task == "r2" else "grey"
+        background = f"checker{self.np_random.integers(len(CHECKERS[self.split]))}" if self.task == "r2" else "grey"
 
         self.model.geom_rgba[self.boxes] = [BOX_COLOURS[self.names[c]] for c in self.box_classes]
         self.model.geom("background").matid = self.model.material(background).id
@@ -765,6 +771,7 @@ class UR5Env(MultiTargetEnv):
         self.steps += 1
         if not self.blind:
             self.image = self.camera_image()
+        # As in Doom, reaching a box pays its reward in place of the step cost.
         return self.outcome(reached, 0.0 if reached >= 0 else self.rewards["step"])
 
     def camera_image(self):

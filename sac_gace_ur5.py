@@ -104,7 +104,7 @@ class LeftOut:
     """What the paper leaves out."""
 
     policy: Literal["deterministic", "gaussian"] = "deterministic"
-    """deterministic: tanh(mean) plus clipped Gaussian noise, no entropy term (the paper's); gaussian: SAC's own"""
+    """deterministic: tanh(mean) plus clipped Gaussian noise, no entropy term (as we read the paper); gaussian: SAC's"""
     exploration_noise: Weight = 0.2
     """standard deviation of the deterministic policy's noise"""
     action_penalty: Weight = 1e-3
@@ -124,7 +124,7 @@ class LeftOut:
     concat_query: bool = False
     """ablation: concatenate the query of GDAN with the features, without attention (needs --gdan)"""
     fixed_goal: str | None = None
-    """ablation: a single-target policy, for this goal only: red, green, blue ..."""
+    """ablation: a single-target policy, for this goal only: red, green, blue ... (the paper's: --aux none)"""
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Logging:
     episodes: Count = 100
     """episodes of an evaluation, on each split"""
     accuracy_states: Count = 100
-    """states, of a random policy, to measure the discriminator's accuracy on; per split"""
+    """states per split to measure the discriminator's accuracy on; a random policy collects them"""
     checkpoint_every: Weight = 60.0
     """seconds between two checkpoints"""
     runs: str = "runs"
@@ -172,7 +172,7 @@ class Args(Logging, LeftOut, Hyperparameters, Method):
             raise SystemExit(f"unknown goal {self.fixed_goal!r}; use one of {', '.join(goals)}")
         if self.num_envs > self.env_steps_per_update:
             raise SystemExit(f"{self.num_envs} environments need --env-steps-per-update {self.num_envs} or more")
-        smallest = 4 * self.num_envs  # at least one of two consecutive steps is usable
+        smallest = 4 * self.num_envs  # of two consecutive steps of an environment, at least one is usable
         if self.replay_size < smallest:
             raise SystemExit(f"{self.num_envs} environments need a --replay-size of at least {smallest}")
 
@@ -277,8 +277,9 @@ class GoalConditioning(nn.Module):
         encoding = F.relu(self.linear(torch.cat([gated, gate], -1)))  # e^1: the navigation model has an LSTM here
         if not self.attention:
             return torch.cat([gated, encoding], -1)
+        # This layer and the ReLUs are those of the authors' navigation code. In the paper, e^1 itself is split into key
+        # and value, and Eq. 10 has no ReLU. h is concatenated with e^1 (Appendix B.4; Section 3.4: with M).
         key, value = F.relu(self.key_value(torch.cat([gated, encoding], -1))).chunk(2, -1)
-        # The ReLUs are those of the authors' navigation code. The paper's Eq. 10 has none.
         attention = torch.tanh(F.relu(self.w_q(query)) + F.relu(self.w_k(key)))  # u (Eq. 10)
         attended = value * attention  # h (Eq. 11)
         return F.relu(self.combine(torch.cat([attended, encoding], -1)))
@@ -304,6 +305,7 @@ class Actor(nn.Module):
         """Returns actions (batch, 6), log-probabilities (0 if deterministic), and the means before the tanh."""
         mean, *log_std = self.head(self.conditioning(features, query, goals)).split(self.actions, -1)
         if not explore or not self.gaussian:
+            # clipped at 2.5 standard deviations, as TD3 clips its target noise (0.2, at 0.5)
             noise = (self.noise * torch.randn_like(mean)).clamp(-2.5 * self.noise, 2.5 * self.noise) if explore else 0.0
             return (torch.tanh(mean) + noise).clamp(-1, 1), torch.zeros_like(mean[:, 0]), mean
         normal = torch.distributions.Normal(mean, log_std[0].clamp(-10, 2).exp())
@@ -313,7 +315,7 @@ class Actor(nn.Module):
 
 
 class Critic(nn.Module):
-    """Two Q-functions. SAC uses the smaller value."""
+    """Two Q-functions with a common first part (SAC: two networks). SAC uses the smaller value."""
 
     def __init__(self, args, goals, actions):
         super().__init__()
@@ -358,7 +360,7 @@ class Agent(nn.Module):
         self.actor = Actor(args, goals, actions)
         self.critic = Critic(args, goals, actions)
         self.decoder = Decoder(image_shape, size) if args.aux == "ae" else None
-        # CURL starts from torch.rand, for 50 features.
+        # CURL starts from torch.rand with 50 features. Ours are more, so we scale it to keep the logits as large.
         self.contrast = nn.Parameter(torch.rand(size, size) * 50 / size) if self.curl else None
         self.to(memory_format=torch.channels_last)  # twice as fast on a CPU
 
@@ -561,8 +563,8 @@ class Player:
     def goal_state(self):
         """Auto-labelling: returns the state to store and its label, or None if the episode ended on another box.
 
-        A success is labelled with its instruction, a time-out is a negative. This is the state in which the goal is
-        reached, as in Section 3.2. Algorithm 1 stores the state before it."""
+        A success is labelled with its instruction, a time-out is a negative (Appendix B.1). This is the state in which
+        the goal is reached, as in Section 3.2. Algorithm 1 stores the state before it."""
         if self.info["is_success"]:
             return self.image, self.goal
         return None if self.terminated else (self.image, self.num_goals)
@@ -622,7 +624,7 @@ def discriminator_accuracy(agent, states, labels):
 
 
 def make_optimizers(args, agent):
-    """One Adam for the actor and one for everything else. SAC+AE and CURL have a third for their auxiliary loss."""
+    """One Adam for the actor, one for everything else. SAC+AE and CURL give the auxiliary loss an Adam of its own."""
     rest = [p for name, p in agent.named_parameters() if not name.startswith(("actor.", "decoder."))]
     groups = [{"params": rest}]
     if agent.decoder:
@@ -642,7 +644,8 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
     with torch.no_grad():
         next_features = target.feature_extractor(next_images)
         next_query = target.goal_discriminator.query(next_features)
-        # Unlike in SAC, the next action comes from a target actor. It fits the target's features: one encoder pass.
+        # Unlike in SAC, the next action comes from a target actor, which reads the target encoder's features. So the
+        # next images pass through one encoder only.
         # The deterministic policy's noise smooths the target, as in TD3.
         next_actions, next_log_probs, _ = target.actor(next_features, next_query, goals)
         next_values = target.critic(next_features, next_query, goals, next_actions).min(0).values
@@ -658,6 +661,8 @@ def learn(args, agent, target, optimizers, replay, storage, rng, device):
     else:
         features = agent.feature_extractor(images)
     agent.eval()
+    # Not detached: the critic loss trains the query too, as the RL loss does in the authors' navigation code. Section
+    # 3.3 can be read otherwise.
     query = agent.goal_discriminator.query(features)
     values = agent.critic(features, query, goals, actions)
     loss = loss_critic = critic_loss(values, targets)
@@ -863,7 +868,7 @@ def train(args, run_folder, run):
                 return True
 
             # Act
-            # The paper's warm-up of 10,000 has no unit. We count steps: 10,000 goal states would take half a million.
+            # The paper's warm-up of 10,000 has no unit. We count steps: 10,000 goal states would take 5 million.
             warming_up = counters["env_steps"] < args.warmup or (args.aux == "gace" and not len(storage))
             images, goals = np.stack([player.image for player in players]), [player.goal for player in players]
             if warming_up:
@@ -873,7 +878,8 @@ def train(args, run_folder, run):
             if not np.isfinite(actions).all():
                 raise FloatingPointError("an action is not finite")
             steps = np.zeros(args.num_envs, replay.step)
-            steps["action"], steps["goal"], env_steps_before = actions, goals, counters["env_steps"]
+            steps["action"], steps["goal"] = actions, goals
+            env_steps_before = counters["env_steps"]
             for player, action, step in zip(players, actions, steps, strict=True):
                 if player.over:  # its last frame has no step
                     player.begin(episode_seed(args, counters["episodes"]))
@@ -893,8 +899,8 @@ def train(args, run_folder, run):
                 success = player.info["is_success"]
                 recent.append((success, player.terminated and not success, len(player.rewards), sum(player.rewards)))
                 if args.aux == "gace" and (found := player.goal_state()):
-                    # As in Algorithm 1. Appendix B.1 can be read as if the warm-up stored every time-out: then nine of
-                    # ten goal states are negatives, and the agent learns more slowly.
+                    # As in Algorithm 1. Appendix B.1 can be read as if the warm-up stored every time-out: then 95 % of
+                    # its goal states are negatives, and the agent learns more slowly.
                     if success or rng.random() < args.epsilon_n:
                         storage.add(*found)
 
@@ -941,7 +947,7 @@ def train(args, run_folder, run):
 FIXED = """
     task gdan aux seed hidden_size replay_size goal_storage_size num_envs policy concat_query fixed_goal accuracy_states
     exp_name paper runs
-""".split()  # what a resumed run keeps
+""".split()  # flags that a resumed run cannot change
 
 
 def open_run(run_folder, new):

@@ -609,6 +609,26 @@ def test_learning_rate_rises_and_falls_to_zero():
     assert a3c.learning_rate(constant, 1) == a3c.learning_rate(constant, 150_000) == 4e-4
 
 
+def test_adam_with_paper_adds_epsilon_before_the_bias_correction():
+    args = a3c.Args(paper=True, adam_epsilon=1e-3)
+    torch.manual_seed(0)
+    gradients = 1e-3 * torch.randn(20, 5)
+    parameter = torch.nn.Parameter(torch.zeros(5))
+    adam = torch.optim.Adam([parameter], 0.1, amsgrad=True, fused=True)
+    expected, mean, square, largest = (torch.zeros(5) for _ in range(4))
+    for update, gradient in enumerate(gradients, 1):
+        parameter.grad = gradient.clone()
+        adam.param_groups[0]["eps"] = a3c.adam_epsilon(args, update)
+        adam.step()
+        mean = 0.9 * mean + 0.1 * gradient
+        square = 0.999 * square + 0.001 * gradient**2
+        largest = torch.maximum(largest, square)
+        rate = 0.1 * (1 - 0.999**update) ** 0.5 / (1 - 0.9**update)
+        expected = expected - rate * mean / (largest.sqrt() + 1e-3)
+    torch.testing.assert_close(parameter.detach(), expected, rtol=1e-4, atol=1e-7)
+    assert a3c.adam_epsilon(a3c.Args(adam_epsilon=1e-3), 1) == 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
 def test_interrupted_while_its_processes_start(how, finished, tmp_path):
