@@ -624,7 +624,7 @@ def discriminator_accuracy(agent, states, labels):
 
 
 def make_optimizers(args, agent):
-    """One Adam for the actor, one for everything else. SAC+AE and CURL give the auxiliary loss an Adam of its own."""
+    """One Adam for the actor, one for everything else. (The authors of SAC+AE and CURL have a third for their loss.)"""
     rest = [p for name, p in agent.named_parameters() if not name.startswith(("actor.", "decoder."))]
     groups = [{"params": rest}]
     if agent.decoder:
