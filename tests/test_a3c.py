@@ -483,6 +483,13 @@ def test_paper_and_resume_change_the_defaults_and_flags_win(tmp_path, monkeypatc
     assert "__a3c+gace+paper__" in run_folder.name
     args = first["args"]
     assert {name: args[name] for name in a3c.PAPER} == a3c.PAPER | {"gae_lambda": 0.9}
+    before, after = (
+        torch.cat([tensor.flatten() for tensor in run["agent"].values()])
+        for run in (a3c.new_run(a3c.Args(**args)), first)
+    )
+    gradient = first["adam"]["exp_avg"] / 0.1
+    step = 7e-5 * 0.001**0.5 * gradient / (0.001**0.5 * gradient.abs() + 1e-3)  # the authors' Adam, at update 1
+    torch.testing.assert_close(before - after, step, rtol=0, atol=1e-6)
     for flag, new, old in [
         ("--task", "v2", "v1"),
         ("--gate-gain", "9", "1.0"),  # of the initial weights, which a resumed run has no more
