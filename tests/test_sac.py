@@ -319,7 +319,7 @@ def test_committed_agents_play(path, monkeypatch, capsys):
 @pytest.mark.parametrize("backend", ["disabled", "wrong"])
 def test_missing_renderer_is_a_line_or_two(backend, tmp_path, monkeypatch):
     monkeypatch.setenv("MUJOCO_GL", backend)
-    run = Run(tmp_path, SCRIPT)
+    run = Run(tmp_path, SCRIPT, "--replay-size", "5000")  # fits on any disk
     assert run.wait() != 0 and f"MuJoCo cannot render with MUJOCO_GL={backend}" in run.output, run.output
     assert "Traceback" not in run.output
 
