@@ -505,7 +505,7 @@ def play(agent, episodes, policy, device="cpu", on_step=lambda: None):
             episodes = [episode for episode in episodes if not episode.over]
 
 
-def evaluate(args, agent, split, goal_states, goal=None, on_step=lambda: None, num_envs=8):
+def evaluate(args, agent, split, goal_states, goal=None, on_step=lambda: None, on_end=lambda episode: None, num_envs=8):
     """Plays the same `args.episodes` episodes every time, with the most likely action. Returns a row of metrics."""
     episodes = [Episode(args, split) for _ in range(min(num_envs, args.episodes))]
     results, bar = [], tqdm(desc=f"evaluating {split}", total=args.episodes, unit=" episodes", **BAR, leave=False)
@@ -514,7 +514,9 @@ def evaluate(args, agent, split, goal_states, goal=None, on_step=lambda: None, n
         for seed, episode in enumerate(batch, len(results)):
             episode.begin([2**31, seed], goal, center_crop=True)
         play(agent, batch, "greedy", on_step=on_step)
-        results += [(episode.info["is_success"], len(episode.rewards), sum(episode.rewards)) for episode in batch]
+        for episode in batch:
+            results.append((episode.info["is_success"], len(episode.rewards), sum(episode.rewards)))
+            on_end(episode)
         bar.update(len(batch))
     bar.close()
     for episode in episodes:

@@ -574,7 +574,7 @@ def episode_seed(args, episode):
     return int(np.random.SeedSequence([args.seed, episode]).generate_state(1)[0])
 
 
-def evaluate(args, agent, split, goal_states, goal=None, on_step=lambda: None):
+def evaluate(args, agent, split, goal_states, goal=None, on_step=lambda: None, on_end=lambda player: None):
     """Plays the same `args.episodes` episodes every time, without exploration noise. Returns a row of metrics."""
     player, results = Player(args, split), []
     for index in tqdm(range(args.episodes), f"evaluating {split}", leave=False, unit=" episodes", **BAR):
@@ -583,6 +583,7 @@ def evaluate(args, agent, split, goal_states, goal=None, on_step=lambda: None):
             on_step()
             player.step(agent.act(player.image[None], [player.goal], explore=False)[0])
         results.append((player.info["is_success"], len(player.rewards), sum(player.rewards)))
+        on_end(player)
     player.env.close()
     row = dict(zip(("success_ratio", "episode_length", "episode_return"), np.mean(results, 0).tolist(), strict=True))
     accuracy = discriminator_accuracy(agent, *goal_states[split]) if goal_states else float("nan")

@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+import types
 
+import gymnasium as gym
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import torch
 from helpers import ROOT, call
 
 import a3c_gace_vizdoom as a3c
+import envs
 import sac_gace_ur5 as sac
 from tools import enjoy, publish, report
 
@@ -251,6 +254,41 @@ def test_published_run_is_reported_and_its_agent_loads(script, tmp_path, monkeyp
         assert torch.equal(
             agent.state_dict()[key], weight.half().to(weight.dtype) if weight.is_floating_point() else weight
         )
+
+
+ENDINGS = [("reached", True, True), ("wrong object", False, True), ("out of time", False, False)]
+PLACES = [
+    ("v1", (420, 569), "0 to 150 units away"),
+    ("v2", (272, 220), "150 to 250 units away"),  # 249 away
+    ("v1", (420, 771), "350 to 550 units away"),
+    ("v1", (796, 796), "350 to 550 units away"),
+    ("v3", (335, 293), "153 units away"),
+]
+
+
+@pytest.mark.parametrize("task, goal_at, place", PLACES)
+def test_ending_of_an_episode_in_doom(task, goal_at, place):
+    env = gym.make(f"gace/{task.upper()}-v0")
+    env.reset(seed=1, options={"goal": "Skull"})
+    env.unwrapped.objects[2] = goal_at
+    for outcome, success, terminated in ENDINGS:
+        episode = types.SimpleNamespace(env=env, info={"is_success": success}, terminated=terminated)
+        assert enjoy.ending_of(episode) == ("Skull", place, outcome)
+    env.close()
+
+
+def test_ending_of_an_episode_on_the_arm():
+    env = gym.make("gace/R1-v0")
+    places = set()
+    for seed in range(6):
+        env.reset(seed=seed, options={"goal": "green"})
+        colours = env.unwrapped.model.geom_rgba[env.unwrapped.boxes]  # left, front, right
+        place = ("left", "front", "right")[int(np.isclose(colours, envs.BOX_COLOURS["green"]).all(1).argmax())]
+        episode = types.SimpleNamespace(env=env, info={"is_success": True}, terminated=True)
+        assert enjoy.ending_of(episode) == ("green", place, "reached")
+        places.add(place)
+    assert len(places) == 3
+    env.close()
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import ROOT, Run, answer_of, call, gradients, run_in_process, wait_until
 
+import envs
 import sac_gace_ur5 as sac
 from tools import enjoy
 
@@ -311,9 +312,17 @@ def test_augmented_images_are_mirrored_and_shifted():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*.pt")), ids=lambda path: path.stem)
 def test_committed_agents_play(path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["enjoy", str(path), "--episodes", "4"])
+    """The details of an evaluation add up to its success ratio, by goal and by place."""
+    monkeypatch.setattr("sys.argv", ["enjoy", str(path), "--split", "seen", "--episodes", "4", "--details"])
     enjoy.main()
-    assert "success" in capsys.readouterr().out
+    summary, _, *lines = capsys.readouterr().out.splitlines()
+    success = float(summary.split("success ")[1].split("%")[0]) / 100
+    goals = [line for line in lines if line.split()[0] in envs.goals_of(path.stem[:2])]
+    for group in (goals, [line for line in lines if line not in goals]):
+        numbers = np.array([line.rstrip("%").replace("%", " ").split()[-4:] for line in group], float)
+        episodes, shares = numbers[:, 0], numbers[:, 1:] / 100
+        assert episodes.sum() == 4 and np.allclose(shares.sum(1), 1, atol=0.02)
+        assert np.isclose((episodes * shares[:, 0]).sum() / 4, success, atol=0.01)
 
 
 @pytest.mark.parametrize("backend", ["disabled", "wrong"])

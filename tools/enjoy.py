@@ -2,9 +2,11 @@
 
 python -m tools.enjoy runs/RUN/checkpoint.pt
 python -m tools.enjoy "results/v1__a3c+gace+gdan__2.pt" --goal Bonus --episodes 50
+python -m tools.enjoy "results/v1__a3c+gace+gdan__2.pt" --details  # success by goal and by distance
 python -m tools.enjoy "results/r1__sac+gace+gdan__2.pt" --video
 """
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -30,6 +32,8 @@ class Args:
     """play this goal only, by name"""
     episodes: int | None = None
     """episodes to play; by default those of the script's own evaluation, or 3 for a video"""
+    details: bool = False
+    """also print how the episodes end, by goal and by the place of the goal"""
     video: bool = False
     """write videos/NAME_SPLIT.gif instead of printing the success ratio"""
 
@@ -77,6 +81,46 @@ class Player:
 OUTCOMES = {"reached": "limegreen", "wrong object": "red", "out of time": "orange"}  # and the colour of the border
 
 
+def outcome_of(info, terminated):
+    return "reached" if info["is_success"] else "wrong object" if terminated else "out of time"
+
+
+def ending_of(episode):
+    """The goal of an episode, the goal's place, and the outcome."""
+    env = episode.env.unwrapped
+    if env.task in envs.R_TASKS:
+        place = ("left", "front", "right")[env.box_classes.tolist().index(env.goal)]
+    else:
+        distance = math.dist(envs.START, env.objects[env.goal])
+        if env.picture is envs.MAZE:  # it has four places
+            place = f"{distance:.0f} units away"
+        else:
+            ranges = [(0, 150), (150, 250), (250, 350), (350, 550)]  # 550: a corner of the room
+            place = next(f"{low} to {high} units away" for low, high in ranges if distance <= high)
+    return env.names[env.goal], place, outcome_of(episode.info, episode.terminated)
+
+
+def evaluate(script, settings, agent, split, goal):
+    """The script's own evaluation, and the ending of every episode."""
+    endings = []
+
+    def on_end(episode):
+        endings.append(ending_of(episode))
+
+    return script.evaluate(settings, agent, split, {}, goal=goal, on_end=on_end), endings
+
+
+def details_of(endings):
+    """A table of how episodes end, by goal, then by place."""
+    lines = [f"{'':25}{'episodes':>10}" + "".join(f"{outcome:>15}" for outcome in OUTCOMES)]
+    for column in (0, 1):
+        for group in sorted({ending[column] for ending in endings}):
+            found = [ending[2] for ending in endings if ending[column] == group]
+            shares = "".join(f"{found.count(outcome) / len(found):>15.0%}" for outcome in OUTCOMES)
+            lines.append(f"{group:25}{len(found):>10}{shares}")
+    return "\n".join(lines)
+
+
 def film(trained, agent, split, goal, episodes):
     """Returns the pictures of some episodes, and how many milliseconds each is shown."""
     env = gym.make(f"gace/{trained.task.upper()}-v0", split=split, render_mode="rgb_array")
@@ -91,7 +135,7 @@ def film(trained, agent, split, goal, episodes):
             frames.append(caption(env.render(), f"{info['instruction']}   {name}", target))
             observation, _, terminated, truncated, result = env.step(action)
             over = terminated or truncated
-        outcome = "reached" if result["is_success"] else "wrong object" if terminated else "out of time"
+        outcome = outcome_of(result, terminated)
         last = caption(env.render(), f"{info['instruction']}   {outcome}", target)
         frames.append(ImageOps.expand(ImageOps.crop(last, 8), 8, OUTCOMES[outcome]))
         durations += [150 if trained.task in envs.V_TASKS else 300] * (len(frames) - len(durations) - 1) + [1000]
@@ -138,12 +182,14 @@ def main():
             print(f"wrote {path}")
             continue
         settings = replace(trained, episodes=args.episodes or trained.episodes)
-        row = script.evaluate(settings, agent, split, {}, goal=goal)
+        row, endings = evaluate(script, settings, agent, split, goal)
         print(
             f"update {checkpoint['counters']['updates']:,}, {split}: success {row['success_ratio']:.1%}, "
             f"length {row['episode_length']:.1f}, return {row['episode_return']:.2f}",
             flush=True,
         )
+        if args.details:
+            print(details_of(endings), flush=True)
 
 
 if __name__ == "__main__":
