@@ -43,7 +43,8 @@ def main():
         small = {"args": settings, "agent": agent.half().state_dict(), "counters": checkpoint["counters"]}
         torch.save(small, args.out / f"{name}.pt")
     last = checkpoint["rows"][-1]
-    print(f"wrote {args.out}/{name}: {trained.task}, update {last['update']:,}, success {last['success_ratio']:.1%}")
+    success = f"success {last['success_ratio']:.1%} ({last['split']})"
+    print(f"wrote {args.out}/{name}: {trained.task}, update {last['update']:,}, {success}")
 
 
 if __name__ == "__main__":
