@@ -312,17 +312,20 @@ def test_augmented_images_are_mirrored_and_shifted():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*.pt")), ids=lambda path: path.stem)
 def test_committed_agents_play(path, monkeypatch, capsys):
-    """The details of an evaluation add up to its success ratio, by goal and by place."""
-    monkeypatch.setattr("sys.argv", ["enjoy", str(path), "--split", "seen", "--episodes", "4", "--details"])
+    """The details of an evaluation add up to its success ratio, by goal and by place, on every split."""
+    monkeypatch.setattr("sys.argv", ["enjoy", str(path), "--episodes", "4", "--details"])
     enjoy.main()
-    summary, _, *lines = capsys.readouterr().out.splitlines()
-    success = float(summary.split("success ")[1].split("%")[0]) / 100
-    goals = [line for line in lines if line.split()[0] in envs.goals_of(path.stem[:2])]
-    for group in (goals, [line for line in lines if line not in goals]):
-        numbers = np.array([line.rstrip("%").replace("%", " ").split()[-4:] for line in group], float)
-        episodes, shares = numbers[:, 0], numbers[:, 1:] / 100
-        assert episodes.sum() == 4 and np.allclose(shares.sum(1), 1, atol=0.02)
-        assert np.isclose((episodes * shares[:, 0]).sum() / 4, success, atol=0.01)
+    parts = capsys.readouterr().out.split("update ")[1:]
+    assert len(parts) == len(envs.splits_of(path.stem[:2]))
+    for part in parts:
+        summary, _, *lines = part.splitlines()
+        success = float(summary.split("success ")[1].split("%")[0]) / 100
+        goals = [line for line in lines if line.split()[0] in envs.goals_of(path.stem[:2])]
+        for group in (goals, [line for line in lines if line not in goals]):
+            numbers = np.array([line.replace("%", "").split()[-4:] for line in group], float)
+            episodes, shares = numbers[:, 0], numbers[:, 1:] / 100
+            assert episodes.sum() == 4 and np.allclose(shares.sum(1), 1, atol=0.02)
+            assert np.isclose((episodes * shares[:, 0]).sum() / 4, success, atol=0.01)
 
 
 @pytest.mark.parametrize("backend", ["disabled", "wrong"])

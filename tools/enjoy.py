@@ -169,6 +169,8 @@ def main():
     args = tyro.cli(Args, description=__doc__)
     if args.episodes is not None and not 1 <= args.episodes <= 10**6:
         raise SystemExit("--episodes must be between 1 and 1000000")
+    if args.video and args.details:
+        raise SystemExit("--details is for an evaluation: leave out --video")
     script, checkpoint, trained, agent = load_agent(args.checkpoint)
     check_choice(trained.task, args.split, args.goal)
     goal = args.goal or getattr(trained, "fixed_goal", None)
