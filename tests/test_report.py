@@ -176,6 +176,17 @@ def test_steps_to_a_ratio_are_those_of_its_update(tmp_path):
     assert "| A3C | 200 | 4,000 | 100.00 | 0.00 |" in run(tmp_path, ".").stdout
 
 
+def test_what_the_first_evaluation_has_reached_is_a_bound(tmp_path):
+    write(tmp_path / "r1__sac__1.csv", [0.2, 0.4])
+    write(tmp_path / "r1__sac+gace__1.csv", [0.5, 0.9])
+    written = run(tmp_path, ".").stdout
+    assert "| SAC | 20,000 | 1 | 100.00 | 0.00 |" in written
+    assert "| SAC+GACE | ≤ 10,000 | ≤ 0 | ≤ 50.00 | ≥ 100.00 |" in written
+    written = run(tmp_path, ".", "--reference-ratio", "15").stdout  # the baseline is there too: no ratio is known
+    assert "| SAC | ≤ 10,000 | ≤ 0 | 100.00 | 0.00 |" in written
+    assert "| SAC+GACE | ≤ 10,000 | ≤ 0 | - | - |" in written
+
+
 def test_seeds_without_a_common_update_and_damaged_settings(tmp_path):
     for seed, update in ((1, 100), (2, 200)):
         (tmp_path / f"v1__a3c__{seed}.csv").write_text(HEADER + f"{update},5,1.0,seen,0.5,nan,20,1\n")

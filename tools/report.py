@@ -395,18 +395,24 @@ def efficiency_table(args, task, runs, algorithms):
         return None
     needed = {name: first_reached(*curve, ratio) for name, curve in curves.items()}
     reference_updates, paper_reference = needed.get(reference), paper_updates[algorithms.index(reference)]
+    # Reached by the first evaluation: the true number of updates may be smaller.
+    early = {name for name, (updates, _) in curves.items() if len(updates) and needed[name] == updates[0]}
     rows = []
     for algorithm in in_order({*algorithms, *runs}):
         paper = dict(zip(algorithms, paper_updates, strict=True)).get(algorithm)
         ours = [""] * 4
         if algorithm in curves and len(curves[algorithm][0]):
             count = needed[algorithm]
-            ours[0] = f"{count:,.0f}" if count is not None else f"not reached in {curves[algorithm][0][-1]:,.0f}"
+            at_most, at_least = ("≤ ", "≥ ") if algorithm in early else ("", "")
+            ours[0] = f"not reached in {curves[algorithm][0][-1]:,.0f}"
             if count is not None:
                 steps = [np.interp(count, columns[UPDATES], columns[STEPS]) for columns in runs[algorithm].values()]
-                ours[1] = f"{np.mean(steps):,.0f}"
-            if count is not None and reference_updates is not None:
-                ours[2:] = [f"{srr(count, reference_updates):.2f}", f"{sei(count, reference_updates):.2f}"]
+                ours[:2] = [f"{at_most}{count:,.0f}", f"{at_most}{np.mean(steps):,.0f}"]
+            if algorithm == reference and count is not None:
+                ours[2:] = ["100.00", "0.00"]
+            elif count is not None and reference_updates is not None and reference not in early:
+                ours[2] = f"{at_most}{srr(count, reference_updates):.2f}"
+                ours[3] = f"{at_least}{sei(count, reference_updates):.2f}"
         theirs = ["-"] * 3 if paper_reference else []
         if paper:
             theirs = [f"{paper:,}", f"{srr(paper, paper_reference):.2f}", f"{sei(paper, paper_reference):.2f}"]
