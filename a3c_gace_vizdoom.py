@@ -114,7 +114,7 @@ class LeftOut:
     augment: bool = True
     """mirror and shift goal states at random (authors: no); without it, the discriminator memorises them"""
     gate_gain: Weight = 4.0
-    """multiply the instruction layer's initial weights by this (authors: 1, where all gates begin nearly equal)"""
+    """multiply the instruction layer's initial weights by this (authors: about 1; all gates then begin nearly equal)"""
     vae_coef: Weight = 1e-3
     """coefficient of the VAE loss; its gradient on the encoder is then about as large as the RL loss's"""
     goal_storage_size: Count = 100_000

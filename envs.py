@@ -576,7 +576,8 @@ BOX_COLOURS = {
     "purple": (0.60, 0.15, 0.75, 1),
 }
 
-# The two colours of each checkered background of R2. The paper shows samples but no list: these are ours.
+# The two colours of each checkered background of R2. The paper shows samples but no list: these are ours. MuJoCo
+# multiplies them by the light grey of the plane, which R1 and R3 show alone.
 CHECKERS = {
     "seen": [
         ("0.90 0.90 0.90", "0.25 0.25 0.28"),
@@ -609,7 +610,7 @@ UR5_XML = """
     <map znear="0.1" zfar="12"/>
   </visual>
   <asset>
-    <material name="grey" rgba="0.5 0.5 0.5 1"/>
+    <material name="grey"/>
     {checkers}
   </asset>
   <default>
@@ -629,7 +630,7 @@ UR5_XML = """
   </default>
   <worldbody>
     <camera name="front" pos="1.5 0 1.15" xyaxes="0 1 0 -0.648 0 0.762" fovy="44"/>
-    <geom name="background" type="plane" pos="0 0 -0.5" size="6 6 1" material="grey"/>
+    <geom name="background" type="plane" pos="0 0 -0.5" size="6 6 1" material="grey" rgba="0.78 0.8 0.83 1"/>
     <geom name="table" type="box" pos="0.35 0 -0.25" size="0.5 0.45 0.25" rgba="0.88 0.84 0.76 1"
           conaffinity="1" solref="0.01 1"/>
     <geom name="box_left" class="box" pos="0.42 -0.29 0.04"/>

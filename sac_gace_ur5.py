@@ -231,7 +231,8 @@ class FeatureExtractor(nn.Module):
         x = images / 255  # (batch, 3, 84, 84)
         for conv, norm in zip(self.convs, self.norms, strict=True):
             x = F.relu_(norm(conv(x)))
-        # Without LayerNorm and tanh, as in SAC+AE and CURL, the features drown out the action in the critic.
+        # Without LayerNorm and tanh, as in SAC+AE (CURL: LayerNorm only), the features drown out the action in the
+        # critic.
         return torch.tanh(self.layer_norm(self.linear(x.flatten(1))))  # (batch, 256)
 
 
@@ -997,7 +998,8 @@ def main():
     else:
         run = new_run(args)
         run_folder = Path(args.runs, f"{args.task}__{algorithm(args)}__{args.seed}__{int(time.time())}")
-        frames = min(args.replay_size, args.warmup + args.total_updates * args.env_steps_per_update)
+        steps = args.warmup + args.total_updates * args.env_steps_per_update
+        frames = min(args.replay_size, steps * 4 // 3)  # with the last frame of each episode, which has no step
         disk = next(folder for folder in (run_folder, *run_folder.resolve().parents) if folder.exists())
         room = shutil.disk_usage(disk).free // math.prod(sizes(args.task)[0])
         if frames > room:
