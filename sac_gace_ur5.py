@@ -231,8 +231,7 @@ class FeatureExtractor(nn.Module):
         x = images / 255  # (batch, 3, 84, 84)
         for conv, norm in zip(self.convs, self.norms, strict=True):
             x = F.relu_(norm(conv(x)))
-        # Without LayerNorm and tanh, as in SAC+AE (CURL: LayerNorm only), the features drown out the action in the
-        # critic.
+        # SAC+AE has LayerNorm and tanh here too. Without them, the features drown out the action in the critic.
         return torch.tanh(self.layer_norm(self.linear(x.flatten(1))))  # (batch, 256)
 
 

@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import resource
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -326,6 +327,15 @@ def test_committed_agents_play(path, monkeypatch, capsys):
             episodes, shares = numbers[:, 0], numbers[:, 1:] / 100
             assert episodes.sum() == 4 and np.allclose(shares.sum(1), 1, atol=0.02)
             assert np.isclose((episodes * shares[:, 0]).sum() / 4, success, atol=0.01)
+
+
+def test_a_disk_must_have_room_for_the_last_frames_of_episodes_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    frame, steps = 3 * 84 * 84, 1000 + 100 * 32
+    disk = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=steps * frame * 6 // 5))
+    answer = answer_of(sac, monkeypatch, "--warmup", 1000, "--total-updates", 100)
+    assert f"of {steps * 4 // 3} frames" in answer and not Path("runs").exists()
 
 
 @pytest.mark.parametrize("backend", ["disabled", "wrong"])

@@ -408,11 +408,11 @@ def efficiency_table(args, task, runs, algorithms):
             if count is not None:
                 steps = [np.interp(count, columns[UPDATES], columns[STEPS]) for columns in runs[algorithm].values()]
                 ours[:2] = [f"{at_most}{count:,.0f}", f"{at_most}{np.mean(steps):,.0f}"]
-            if algorithm == reference and count is not None:
-                ours[2:] = ["100.00", "0.00"]
-            elif count is not None and reference_updates is not None and reference not in early:
-                ours[2] = f"{at_most}{srr(count, reference_updates):.2f}"
-                ours[3] = f"{at_least}{sei(count, reference_updates):.2f}"
+                if algorithm == reference:
+                    ours[2:] = ["100.00", "0.00"]
+                elif reference_updates is not None and reference not in early:
+                    ours[2] = f"{at_most}{srr(count, reference_updates):.2f}"
+                    ours[3] = f"{at_least}{sei(count, reference_updates):.2f}"
         theirs = ["-"] * 3 if paper_reference else []
         if paper:
             theirs = [f"{paper:,}", f"{srr(paper, paper_reference):.2f}", f"{sei(paper, paper_reference):.2f}"]
