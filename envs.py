@@ -57,8 +57,8 @@ class MultiTargetEnv(gym.Env):
         if task not in tasks:
             raise ValueError(f"unknown task {task!r}; use one of {', '.join(tasks)}")
         if split not in splits_of(task):
-            two = len(splits_of(task)) == 2
-            known = '"seen" or "unseen"' if two else '"seen": only V2, V4 and R2 have an unseen split'
+            one = '"seen": only V2, V4 and R2 have an unseen split'
+            known = one if len(splits_of(task)) == 1 else '"seen" or "unseen"'
             raise ValueError(f"{task.upper()} has no split {split!r}; use {known}")
         if render_mode not in (None, "rgb_array"):
             raise ValueError(f"unknown render_mode {render_mode!r}; use None or 'rgb_array', and 'human' with gym.make")
@@ -88,9 +88,7 @@ class MultiTargetEnv(gym.Env):
 
     def check_running(self):
         if not self.running:
-            raise gym.error.ResetNeeded(
-                "no episode is running: call reset() before the first step() and after the last"
-            )
+            raise gym.error.ResetNeeded("no episode is running: call reset() first")
 
     def observation(self):
         return {"image": np.zeros_like(self.image) if self.blind else self.image, "goal": np.int64(self.goal)}
@@ -120,17 +118,7 @@ def enlarge(image, height):
 
 # A map is a picture of points 96 units apart, the first at (48, 48). Neighbouring "#" are joined by a wall, and the
 # outermost ring is the boundary.
-ROOM = """
-#########
-#       #
-#       #
-#       #
-#       #
-#       #
-#       #
-#       #
-#########
-"""
+ROOM = "\n#########\n" + "#       #\n" * 7 + "#########\n"
 MAZE = """
 ###########
 #         #
@@ -144,10 +132,7 @@ MAZE = """
 #         #
 ###########
 """
-# The authors' places are about (295, 907), (309, 266), (542, 185), (763, 647). The second one lies in the path of an
-# agent that slides along the wall: a random policy ends on it in 47 % of V3 and succeeds in 12 % (7.5 % of V4).
-# We moved the first two by less than half a cell. Then a random policy succeeds in about the paper's 8 % of both.
-MAZE_PLACES = [(285, 865), (335, 293), (542, 185), (763, 647)]
+MAZE_PLACES = [(295, 907), (309, 266), (542, 185), (763, 647)]
 START = (420, 420)
 
 # Each class has two items, here by the engine's thing number; one of the two lies in the map.
@@ -174,6 +159,7 @@ V_TASKS = {"v1": (ROOM, 259, 25), "v2": (ROOM, 259, 25), "v3": (MAZE, 263, 50), 
 TICS = 4  # action repeat; the frames of these tics are the stack
 REACH = 36  # agent radius 16 + item radius 20: the boxes overlap when |dx| and |dy| are both smaller than this
 ITEM_RADIUS = 20
+BUTTONS = [getattr(vizdoom.Button, name) for name in ("MOVE_FORWARD", "TURN_LEFT", "TURN_RIGHT")]
 VARIABLES = [getattr(vizdoom.GameVariable, name) for name in ("POSITION_X", "POSITION_Y", "ANGLE")]
 FASTEST = 18  # more units than the agent can move in a tic
 TEXTMAP_BYTES = 32768  # room for the longest map; the engine takes the padding for white space
@@ -181,34 +167,36 @@ TEXTMAP_BYTES = 32768  # room for the longest map; the engine takes the padding 
 
 @functools.cache
 def map_walls(picture):
-    """The points and walls of a picture in UDMF, the text form of a Doom map, and how many sides the walls have."""
+    """The points and walls of a picture in UDMF, the text form of a Doom map, and how many lines the walls have."""
     rows = picture.strip("\n").split("\n")
-    last = len(rows) - 1
-    text = [f"vertex{{x={48 + 96 * c};y={48 + 96 * r};}}" for r in range(last + 1) for c in range(last + 1)]
-    sides = 0
-    starts = [(r, c) for r in range(last + 1) for c in range(last + 1) if rows[r][c] == "#"]
-    for (r, c), (down, right) in itertools.product(starts, [(0, 1), (1, 0)]):
-        r2, c2 = r + down, c + right
-        if (r2, c2) not in starts:
+    size = len(rows)
+    points = list(itertools.product(range(size), repeat=2))
+    joined = [(r, c) for r, c in points if rows[r][c] == "#"]
+    lines = []
+    for (r, c), (r2, c2) in itertools.product(joined, repeat=2):
+        if (r2 - r, c2 - c) not in [(0, 1), (1, 0)]:
             continue
-        v1, v2 = r * (last + 1) + c, r2 * (last + 1) + c2
-        if r == r2 in (0, last) or c == c2 in (0, last):
-            if r2 == 0 or c == last:  # the boundary has only a front, on the right of v1 to v2: it must face the inside
-                v1, v2 = v2, v1
-            text.append(f"linedef{{v1={v1};v2={v2};sidefront={sides};blocking=true;}}")
-            sides += 1
-        else:
-            back = f"sideback={sides + 1};twosided=true;blocking=true;wrapmidtex=true;"
-            text.append(f"linedef{{v1={v1};v2={v2};sidefront={sides};{back}}}")
-            sides += 2
-    return "".join(text), sides
+        # A line is a wall on its right side only. So an inner wall is two lines back to back, and the boundary is the
+        # line that faces the inside. (One line with two sides hides colours, but the depth shows what is behind it.)
+        v1, v2 = r * size + c, r2 * size + c2
+        if not (r == r2 == 0 or c == c2 == size - 1):
+            lines.append((v1, v2))
+        if not (r == r2 == size - 1 or c == c2 == 0):
+            lines.append((v2, v1))
+        if 0 < c == c2 < size - 1:
+            # The authors' agent loses less speed on the east side of such a wall. So does ours, with an invisible line
+            # (seen from its back) half a unit in front of the wall.
+            lines.append((v2 + size**2, v1 + size**2))
+    text = [f"vertex{{x={48 + gap + 96 * c};y={48 + 96 * r};}}" for gap in (0, 0.5) for r, c in points]
+    text += [f"linedef{{v1={v1};v2={v2};sidefront={i};blocking=true;}}" for i, (v1, v2) in enumerate(lines)]
+    return "".join(text), len(lines)
 
 
 def map_text(picture, heading, textures, things):
     """A map of the picture with the start and the items, (x, y, thing number). The engine builds its nodes itself."""
-    walls, sides = map_walls(picture)
+    walls, lines = map_walls(picture)
     wall, floor, ceiling = textures
-    text = f'namespace="zdoom";{walls}' + f'sidedef{{sector=0;texturemiddle="{wall}";}}' * sides
+    text = f'namespace="zdoom";{walls}' + f'sidedef{{sector=0;texturemiddle="{wall}";}}' * lines
     text += f'sector{{heightceiling=128;lightlevel=240;texturefloor="{floor}";textureceiling="{ceiling}";}}'
     for x, y, kind, angle in [(*START, 1, heading), *((*thing, 0) for thing in things)]:  # 1 is the player
         text += f"thing{{x={x};y={y};type={kind};angle={angle};skill3=true;single=true;}}"
@@ -280,10 +268,9 @@ class DoomEnv(MultiTargetEnv):
         return self.observation(), {"instruction": f"Get the {self.names[self.goal]}"}
 
     def place_objects(self):
-        """Draws the places of the objects: a permutation of four places in the maze, uniform in the room.
-
-        Unlike the authors, we draw again if a non-goal object lies on the start, or so close to the goal that the agent
-        cannot reach one without the other."""
+        """Draws the places of the objects: a permutation of four places in the maze, uniform in the room."""
+        # Unlike the authors, we draw again if a non-goal object lies on the start, or so close to the goal that the
+        # agent cannot reach one without the other.
         if self.picture is MAZE:
             return self.np_random.permutation(MAZE_PLACES)
         while True:
@@ -306,16 +293,12 @@ class DoomEnv(MultiTargetEnv):
             self.read_frame()
 
     def play_again(self):
-        """Plays the episode up to here with a new engine, because the old one died. Returns the last action's outcome.
-
-        Nothing is lost: an episode is a pure function of its seed and actions."""
+        """Plays the episode up to here with a new engine, after the old one died. Returns the last action's outcome."""
         self.close()
-        outcome = None
         try:
             self.load_map()
-            for action in self.actions:
-                outcome = self.advance(action)
-            return outcome
+            outcomes = [self.advance(action) for action in self.actions]
+            return outcomes[-1] if outcomes else None
         except ENGINE_DIED as error:
             self.close()
             raise gym.error.Error(f"the Doom engine died twice in a row: {error}") from None
@@ -356,15 +339,12 @@ class DoomEnv(MultiTargetEnv):
         return reached, cost
 
     def tic(self, action):
-        """Advances the engine by one tic and looks where the agent is.
-
-        A blind episode looks only when an object may have been reached, because the engine draws an image at each
-        look."""
+        """Advances the engine by one tic and looks where the agent is."""
         self.game.set_action(self.buttons[action])
         if not self.blind:
             self.game.advance_action(1)
             self.read_frame()
-        elif self.safe_tics > 0:
+        elif self.safe_tics > 0:  # no object can have been reached; a look would cost an image
             self.game.advance_action(1, False)
             self.safe_tics -= 1
         else:
@@ -383,10 +363,10 @@ class DoomEnv(MultiTargetEnv):
         if sys.platform == "linux":
             sweep()
         with tempfile.TemporaryDirectory(prefix=f"gace-doom-{os.getpid()}-") as folder:
-            wad, launcher, instance = (Path(folder, name) for name in ("map.wad", "launcher", "instance"))
+            wad, launcher = Path(folder, "map.wad"), Path(folder, "launcher")
             wad.write_bytes(wad_bytes(self.textmap))
-            command = [sys.executable, "-IS", "-c", LAUNCHER, vizdoom.exe_path, folder, str(os.getpid())]
-            launcher.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+            quoted = {"folder": shlex.quote(folder), "engine": shlex.quote(vizdoom.exe_path)}
+            launcher.write_text(LAUNCHER.format(parent=os.getpid(), follow=FOLLOW, **quoted))
             launcher.chmod(0o700)
 
             game = vizdoom.DoomGame()
@@ -402,9 +382,7 @@ class DoomEnv(MultiTargetEnv):
                 getattr(game, f"set_render_{thing}")(False)
             game.set_window_visible(False)
             game.set_sound_enabled(False)
-            game.set_available_buttons(
-                [vizdoom.Button.MOVE_FORWARD, vizdoom.Button.TURN_LEFT, vizdoom.Button.TURN_RIGHT]
-            )
+            game.set_available_buttons(BUTTONS)
             game.set_available_game_variables(VARIABLES)
             game.add_game_args("+cl_run 1")
             game.set_episode_timeout(0)  # the steps are counted here
@@ -412,7 +390,8 @@ class DoomEnv(MultiTargetEnv):
                 raise gym.error.Error(f"no program can run in {folder}: set TMPDIR to a folder not mounted noexec")
             game.init()
             self.game, self.wad = game, open(wad, "r+b", buffering=0)
-            name, pid = instance.read_text().split()
+            pid, *arguments = Path(folder, "instance").read_text().split()
+            name = arguments[arguments.index("+viz_instance_id") + 1]
             memory, *queues = (Path(f"/dev/shm/ViZDoom{kind}{name}") for kind in ("SM", "MQCtr", "MQDoom"))
             self.guard = contextlib.nullcontext()
             if hasattr(os, "pidfd_open"):
@@ -435,54 +414,32 @@ class DoomEnv(MultiTargetEnv):
 
 # -------------------------------------------------------------------------------------- V1 to V4: the engine's process
 
-ENGINE_DIED = (
-    vizdoom.ViZDoomErrorException,
-    vizdoom.ViZDoomIsNotRunningException,
-    vizdoom.ViZDoomUnexpectedExitException,
-)
+ENGINE_DIED = tuple(getattr(vizdoom, f"ViZDoom{kind}Exception") for kind in ("Error", "IsNotRunning", "UnexpectedExit"))
 
-# Starts the engine. If it dies during its start, the library would crash, so the launcher starts it once more. The
-# kernel kills the launcher with the Python process, and the engine with the launcher, however they die (on Linux:
-# elsewhere kill -9 leaves them). The launcher also keeps the engine's files out of the user's folder.
-LAUNCHER = """
-import ctypes, os, sys
-
-def follow(parent):
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG, SIGKILL = 1, 9
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-engine, folder, parent, *args = sys.argv[1:]
-follow(int(parent))
-os.chdir(folder)
-os.setsid()  # Ctrl-C in a terminal is for the Python process, which closes the engine
-launcher = os.getpid()
-for attempt in (1, 2):
-    pid = os.fork()
-    if pid == 0:
-        follow(launcher)
-        os.execv(engine, [engine, *args])
-    with open("instance", "w") as file:
-        file.write(f"{args[args.index('+viz_instance_id') + 1]} {pid}")
-    os.waitpid(pid, 0)
-    if not os.path.exists(folder):  # the environment removes it after a complete start
-        os._exit(1)
-print(f"The Doom engine does not start: {engine}", file=sys.stderr, flush=True)
-os._exit(1)
+# Starts the engine in its folder. If it dies during its start, the library would crash, so it is started once more.
+# setpriv lets the kernel kill the shell with the Python process, and the engine with the shell, however they die.
+# setsid keeps a terminal's Ctrl-C from the engine: it is for the Python process, which closes the engine.
+FOLLOW = "setsid setpriv --pdeathsig KILL" if shutil.which("setpriv") else ""
+LAUNCHER = """#!/usr/bin/env -S {follow} sh
+[ $PPID = {parent} ] || exit 1  # the Python process has died already
+cd {folder}
+for attempt in 1 2; do
+    {follow} sh -c '[ $PPID = '$$' ] && exec "$0" "$@"' {engine} "$@" &
+    echo "$! $*" > instance
+    wait $! 2> /dev/null
+    [ -e {folder} ] || exit 1  # the environment removes it after a complete start
+done
+echo "The Doom engine does not start: {engine}" >&2
 """
 
 
 def sweep():
     """Removes files of processes that were killed while an engine started, more than a minute ago."""
-    folders = [folder for folder in Path(tempfile.gettempdir()).glob("gace-doom-*") if is_old(folder)]
-    for folder in folders:
+    for folder in filter(is_old, Path(tempfile.gettempdir()).glob("gace-doom-*")):
         if not Path("/proc", folder.name.split("-")[2]).exists():  # the owner's process
             shutil.rmtree(folder, ignore_errors=True)
-    memories = [path for path in Path("/dev/shm").glob("ViZDoom*") if is_old(path)]
-    if memories:  # an engine that has started keeps its shared memory without a name
-        mapped = ""
+    if memories := list(filter(is_old, Path("/dev/shm").glob("ViZDoom*"))):
+        mapped = ""  # by living processes; an engine that has started keeps its shared memory without a name
         for maps in Path("/proc").glob("[0-9]*/maps"):
             with contextlib.suppress(OSError):  # another user's process, or one that has just ended
                 mapped += maps.read_text()
@@ -546,10 +503,9 @@ class EngineGuard(threading.Thread):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def unlock(self):
-        """Unlocks every mutex that a thread of the dead engine owns.
-
-        A pthread_mutex_t is (lock, count, owner, users, kind, ...). A counter in the queue can have the value of a
-        thread, so lock and kind (128: shared by processes) are checked too."""
+        """Unlocks every mutex that a thread of the dead engine owns."""
+        # A pthread_mutex_t is (lock, count, owner, users, kind, ...). A counter in the queue can have the value of a
+        # thread, so lock and kind (128: shared by processes) are checked too.
         for memory, start in itertools.product(self.memories, range(60)):
             with self.unlocking:
                 lock, _, owner, _, kind = np.frombuffer(memory, np.int32, 5, 4 * start).tolist()
@@ -576,8 +532,9 @@ BOX_COLOURS = {
     "purple": (0.60, 0.15, 0.75, 1),
 }
 
-# The two colours of each checkered background of R2. The paper shows samples but no list: these are ours. MuJoCo
-# multiplies them by the light grey of the plane, which R1 and R3 show alone.
+# The two colours of each checkered background of R2. The paper shows samples but no list: these are ours, and duller
+# than any box. A square is 0.12 m wide, one and a half times a box.
+GREY = "0.62 0.62 0.62"  # R1, R3
 CHECKERS = {
     "seen": [
         ("0.90 0.90 0.90", "0.25 0.25 0.28"),
@@ -589,9 +546,9 @@ CHECKERS = {
     "unseen": [
         ("0.75 0.65 0.90", "0.35 0.25 0.50"),
         ("0.60 0.85 0.85", "0.15 0.40 0.42"),
-        ("0.95 0.80 0.60", "0.60 0.40 0.15"),
-        ("0.80 0.80 0.55", "0.40 0.40 0.15"),
-        ("0.70 0.70 0.75", "0.10 0.10 0.25"),
+        ("0.95 0.80 0.60", "0.55 0.40 0.25"),
+        ("0.80 0.80 0.55", "0.40 0.40 0.20"),
+        ("0.70 0.70 0.75", "0.12 0.12 0.25"),
     ],
 }
 
@@ -610,14 +567,13 @@ UR5_XML = """
     <map znear="0.1" zfar="12"/>
   </visual>
   <asset>
-    <material name="grey"/>
-    {checkers}
+    {backgrounds}
   </asset>
   <default>
     <geom contype="0" conaffinity="0" rgba="0.78 0.8 0.83 1"/>
     <joint axis="0 1 0" range="-180 180" armature="0.1"/>
     <velocity kv="200" forcerange="-150 150" ctrlrange="-2 2"/>
-    <default class="link"> <!-- what the table stops -->
+    <default class="link"> <!-- what the plane stops -->
       <geom type="capsule" contype="1"/>
     </default>
     <default class="wrist">
@@ -630,9 +586,8 @@ UR5_XML = """
   </default>
   <worldbody>
     <camera name="front" pos="1.5 0 1.15" xyaxes="0 1 0 -0.648 0 0.762" fovy="44"/>
-    <geom name="background" type="plane" pos="0 0 -0.5" size="6 6 1" material="grey" rgba="0.78 0.8 0.83 1"/>
-    <geom name="table" type="box" pos="0.35 0 -0.25" size="0.5 0.45 0.25" rgba="0.88 0.84 0.76 1"
-          conaffinity="1" solref="0.01 1"/>
+    <geom name="background" type="plane" size="0 0 1" material="background0" rgba="1 1 1 1" conaffinity="1"
+          solref="0.01 1"/>
     <geom name="box_left" class="box" pos="0.42 -0.29 0.04"/>
     <geom name="box_front" class="box" pos="0.65 0 0.04"/>
     <geom name="box_right" class="box" pos="0.42 0.29 0.04"/>
@@ -673,7 +628,7 @@ UR5_XML = """
     <velocity joint="wrist_2" class="wrist"/>
     <velocity joint="wrist_3" class="wrist"/>
   </actuator>
-  <keyframe> <!-- the tool points down, 0.25 m above the table, amid the three boxes -->
+  <keyframe> <!-- the tool points down, 0.25 m above the plane, amid the three boxes -->
     <key name="start" qpos="-0.22 -1.544 1.773 -1.8 -1.571 0"/>
   </keyframe>
 </mujoco>
@@ -731,12 +686,13 @@ class UR5Env(MultiTargetEnv):
         super().__init__(task, R_TASKS, split, (3, 84, 84), render_mode)
         self.action_space = gym.spaces.Box(-1, 1, (6,), np.float32)
         self.mujoco = load_mujoco()
-        checkers = "".join(
-            f'<texture name="checker{i}" type="2d" builtin="checker" rgb1="{a}" rgb2="{b}" width="64" height="64"/>'
-            f'<material name="checker{i}" texture="checker{i}" texrepeat="20 20"/>'
-            for i, (a, b) in enumerate(CHECKERS[split])
+        self.backgrounds = CHECKERS[split] if task == "r2" else [(GREY, GREY)]
+        backgrounds = "".join(
+            f'<texture name="background{i}" type="2d" builtin="checker" rgb1="{a}" rgb2="{b}" width="64" height="64"/>'
+            f'<material name="background{i}" texture="background{i}" texuniform="true" texrepeat="8.4 8.4"/>'
+            for i, (a, b) in enumerate(self.backgrounds)
         )
-        self.model = self.mujoco.MjModel.from_xml_string(UR5_XML.format(checkers=checkers))
+        self.model = self.mujoco.MjModel.from_xml_string(UR5_XML.format(backgrounds=backgrounds))
         self.data = self.mujoco.MjData(self.model)
         self.boxes = [self.model.geom(f"box_{place}").id for place in ("left", "front", "right")]
         self.box_positions = self.model.geom_pos[self.boxes]  # (3, 3)
@@ -749,7 +705,7 @@ class UR5Env(MultiTargetEnv):
         others = [c for c in range(len(self.names)) if c != self.goal]
         present = [self.goal, *self.np_random.permutation(others)[:2]]
         self.box_classes = self.np_random.permutation(present)  # the class of the box at each position
-        background = f"checker{self.np_random.integers(len(CHECKERS[self.split]))}" if self.task == "r2" else "grey"
+        background = f"background{self.np_random.integers(len(self.backgrounds))}"
 
         self.model.geom_rgba[self.boxes] = [BOX_COLOURS[self.names[c]] for c in self.box_classes]
         self.model.geom("background").matid = self.model.material(background).id

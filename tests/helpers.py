@@ -1,5 +1,6 @@
 """What several test files use."""
 
+import contextlib
 import csv
 import os
 import signal
@@ -14,11 +15,12 @@ import torch
 ROOT = Path(__file__).parent.parent
 
 
-def wait_until(condition, seconds=5):
+def wait_until(condition, seconds=60):
+    """Returns whether the condition was met in time. Patience costs nothing when it is, and machines are busy."""
     end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
+    while not (met := condition()) and time.monotonic() < end:
         time.sleep(0.05)
-    return condition()
+    return met
 
 
 def processes_with(marker):
@@ -43,6 +45,13 @@ def engines(marker):
         except OSError:
             continue
     return found
+
+
+def kill_all(marker):
+    """Kills the processes with this variable in their environment."""
+    for pid in processes_with(marker):
+        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+            os.kill(pid, signal.SIGKILL)
 
 
 def parent(pid):
@@ -100,7 +109,7 @@ class Run:
         command = [sys.executable, *program, *map(str, arguments)]
         self.process = subprocess.Popen(command, cwd=folder, env=environment, **pipes, **options)
 
-    def wait(self, seconds=120):
+    def wait(self, seconds=300):
         self.output = self.process.communicate(timeout=seconds)[0]
         return self.process.returncode
 
@@ -108,11 +117,8 @@ class Run:
         return self
 
     def __exit__(self, *_):
-        for pid in (self.process.pid, *self.descendants()):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        self.process.kill()
+        kill_all(self.marker)
         self.process.communicate()
 
     def descendants(self):

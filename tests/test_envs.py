@@ -1,5 +1,6 @@
 """Every rule of the seven tasks, with the real engine and the real simulator."""
 
+import contextlib
 import hashlib
 import itertools
 import math
@@ -21,10 +22,10 @@ import numpy as np
 import pytest
 import vizdoom
 from gymnasium.utils.env_checker import check_env
-from helpers import ROOT, engines, wait_until
+from helpers import ROOT, engines, kill_all, processes_with, wait_until
 
 import envs
-from tools.scripted import Walker, reach_action
+from tools.scripted import Walker, reach_action, wall_segments
 
 V_TASKS, R_TASKS = list(envs.V_TASKS), list(envs.R_TASKS)
 SPLITS = [(task, "seen") for task in V_TASKS + R_TASKS] + [(task, "unseen") for task in ("v2", "v4", "r2")]
@@ -64,6 +65,7 @@ def play(env, policy):
 @pytest.mark.parametrize(("task", "split"), SPLITS)
 def test_gymnasium_finds_nothing_wrong(task, split):
     env = make(task, split, render_mode="rgb_array")
+    env.action_space.seed(0)
     check_env(env.unwrapped)  # warnings are errors: see pyproject.toml
     env.close()
 
@@ -90,6 +92,7 @@ def test_wrappers_that_cut_an_episode_lose_nothing(task, steps):
     assert gym.spec(f"gace/{task.upper()}-v0").max_episode_steps == steps
     env = make(task, max_episode_steps=3)
     env.reset(seed=1)
+    env.action_space.seed(1)
     for step in (1, 2, 3):
         _, _, terminated, truncated, info = env.step(env.action_space.sample())
         assert info == {"is_success": False, "reached": -1} and not terminated and truncated == (step == 3)
@@ -137,6 +140,7 @@ import envs
 for task in ("V1", "R1"):
     env = gym.make(f"gace/{task}-v0", render_mode="human")
     env.reset(seed=1)
+    env.action_space.seed(1)
     env.step(env.action_space.sample())
     window = pygame.display.get_surface()
     print(pygame.display.get_driver(), *window.get_size(), pygame.surfarray.array3d(window).std() > 10)
@@ -150,6 +154,7 @@ def test_human_render_mode_opens_a_window():
     if shutil.which("Xvfb"):
         read, write = os.pipe()
         screen = subprocess.Popen(["Xvfb", "-displayfd", str(write)], pass_fds=[write], stderr=subprocess.DEVNULL)
+        os.close(write)  # so that reading ends if Xvfb does
         environment, driver = {**os.environ, "DISPLAY": f":{os.read(read, 9).decode().strip()}"}, "x11"
     try:
         shown = subprocess.run([sys.executable, "-c", HUMAN], env=environment, cwd=ROOT, capture_output=True, text=True)
@@ -190,7 +195,7 @@ def test_a_fixed_goal_changes_nothing_else():
     env.close()
 
 
-def test_fixed_goal_of_r3_lies_on_the_table():
+def test_fixed_goal_of_r3_lies_on_the_plane():
     env = envs.UR5Env("r3")
     for seed in range(20):
         env.reset(seed=seed, options={"goal": "purple"})
@@ -337,20 +342,89 @@ def test_objects_lie_where_they_should():
     assert orders == set(itertools.permutations(envs.MAZE_PLACES))
 
 
+def look(env, heading, things, textures=None):
+    """The RGB-D frame at the start of the environment's map, with these items only."""
+    env.textmap = envs.map_text(env.picture, heading, textures or env.textures, things)
+    env.engine_seed = 0
+    env.load_map()
+    return env.frame.copy()
+
+
 def test_items_are_where_the_map_says(v1):
     """Facing an object, the depth and the colour change when it is taken away: the engine really put it there."""
-    for kinds in envs.ITEMS.values():
-        for kind in kinds:
-            views = []
-            for things in ([(420, 300, kind)], []):
-                v1.reset(seed=0)
-                v1.textmap, v1.engine_seed = envs.map_text(envs.ROOM, 270, envs.PLAIN, things), 0
-                v1.load_map()
-                views.append(v1.frame.copy())
-            changed = np.abs(views[0] - views[1]).max(0) > 0
-            assert changed.sum() > 40, kind
-            columns = np.argwhere(changed)[:, 1]
-            assert 60 < columns.mean() < 100  # in the middle of the screen
+    v1.reset(seed=0)
+    for kind in itertools.chain(*envs.ITEMS.values()):
+        changed = (look(v1, 270, [(420, 300, kind)]) != look(v1, 270, [])).any(0)
+        assert changed.sum() > 40, kind
+        columns = np.argwhere(changed)[:, 1]
+        assert 60 < columns.mean() < 100  # in the middle of the screen
+
+
+def inner_walls():
+    """Both sides of every inner wall of the maze: the wall's middle, and the heading of an agent that faces it."""
+    for x1, y1, x2, y2 in wall_segments(envs.MAZE):
+        if x1 == x2 and 48 < x1 < 1008:
+            headings = (0, 180)
+        elif y1 == y2 and 48 < y1 < 1008:
+            headings = (90, 270)
+        else:
+            continue
+        for heading in headings:
+            yield np.array([x1 + x2, y1 + y2]) / 2, heading
+
+
+@pytest.mark.parametrize("task", ["v3", "v4"])
+def test_walls_hide_what_is_behind_them(task, monkeypatch):
+    """An item behind a wall changes no byte of any channel. In front of the wall, it changes colours and depth."""
+    env = envs.DoomEnv(task)
+    env.reset(seed=0)
+    kinds = itertools.cycle(itertools.chain(*envs.ITEMS.values()))
+    walls = itertools.cycle(envs.SEEN_TEXTURES + envs.UNSEEN_TEXTURES if task == "v4" else [env.textures[0]])
+    views = list(itertools.product(inner_walls(), (-30, 0, 30)))
+    for (middle, heading), turn in views:
+        ahead = np.array([math.cos(math.radians(heading)), math.sin(math.radians(heading))]).round()
+        monkeypatch.setattr(envs, "START", (middle - 110 * ahead).tolist())
+        kind, textures = next(kinds), (next(walls), *env.textures[1:])
+        empty = look(env, heading + turn, [], textures)
+        for distance in (-50, 25, 70):  # from the wall
+            frame = look(env, heading + turn, [(*(middle + distance * ahead), kind)], textures)
+            assert [env.x, env.y] == envs.START
+            changed = (frame != empty).reshape(4, -1).sum(1)
+            assert (changed > 40).all() if distance < 0 else not changed.any(), (middle, heading, turn, distance)
+            same = (envs.shrink(frame) == envs.shrink(empty)).all()
+            assert same == (distance > 0)
+    assert len(views) == 2 * 22 * 3
+    env.close()
+
+
+@pytest.mark.parametrize(("task", "depth"), [("v1", 52), ("v3", 25), ("v4", 24)])
+def test_depth_at_the_start_is_that_of_the_authors_maps(task, depth):
+    env = envs.DoomEnv(task)
+    env.reset(seed=0)
+    assert abs(look(env, env.heading, [])[3, 60, 80] - depth) <= 1  # in the centre of the screen
+    env.close()
+
+
+# Actions on the authors' own maps, and where the agent was after some of them.
+AUTHORS = [
+    ("v3", "0120200200020200", {4: (413.3, 407.5), 8: (350.8, 310.4), 10: (304.9, 256.0), 15: (259.1, 256.0)}),
+    ("v4", "0010110000220000", {4: (396.1, 418.3), 8: (313.0, 385.8), 12: (256.1, 286.9), 15: (256.1, 256.8)}),
+    ("v4", "0020220200010120", {4: (396.1, 421.7), 8: (324.3, 445.6), 12: (260.7, 549.9), 15: (256.4, 615.0)}),
+]
+
+
+@pytest.mark.parametrize(("task", "actions", "positions"), AUTHORS)
+def test_agent_moves_as_on_the_authors_maps(task, actions, positions):
+    """Also where it slides along the walls at x = 240 and y = 240."""
+    env = envs.DoomEnv(task)
+    env.reset(seed=0)
+    look(env, env.heading, [])
+    env.objects = [(9999, 9999)]  # nothing to reach, so that the episode goes on
+    for step, action in enumerate(actions):
+        if step in positions:
+            assert (env.x, env.y) == pytest.approx(positions[step], abs=1.5), step
+        env.advance(int(action))
+    env.close()
 
 
 def iwad_textures():
@@ -430,31 +504,108 @@ def test_ur5_action_is_a_joint_velocity_held_for_16_physics_steps(r1):
     assert (r1.data.qpos - before) / seconds == pytest.approx(action * r1.joint_speed, abs=0.12)
 
 
-def test_ur5_does_not_sink_into_the_table(r1):
+@pytest.mark.parametrize("turn", [0, 90, 180, -90])
+def test_ur5_does_not_sink_into_the_plane(r1, turn):
+    """In front of the arm, at its sides and behind it."""
     r1.reset(seed=0)
-    lowest = 1.0
-    r1.reset(seed=0, options={"goal": 0})
     r1.box_positions[:] = 9  # nothing to reach, so that the episode goes on
+    r1.data.joint("shoulder_pan").qpos += np.radians(turn)
+    heights = []
     for _ in range(30):
         r1.step(np.array([0, 1, 0, 0, 0, 0]))  # the whole arm downwards
-        lowest = min(lowest, r1.data.site("tip").xpos[2])
-    assert lowest > -0.03
+        heights.append(r1.tip[2])
+    assert -0.03 < min(heights) < 0.03
+
+
+def pixels_of(env, geoms):
+    """The pixels that change when these geoms are hidden, (84, 84)."""
+    image, colours = env.camera_image(), env.model.geom_rgba.copy()
+    env.model.geom_rgba[geoms, 3] = 0
+    without = env.camera_image()
+    env.model.geom_rgba[:] = colours
+    return (image != without).any(0)
+
+
+def arm_of(env):
+    return [g for g in range(env.model.ngeom) if g not in env.boxes and g != env.model.geom("background").id]
+
+
+def set_background(env, index):
+    env.model.geom("background").matid = env.model.material(f"background{index}").id
 
 
 @pytest.mark.parametrize(("task", "split"), [s for s in SPLITS if s[0] in R_TASKS])
 def test_ur5_shows_all_boxes_and_the_arm(task, split):
     env = envs.UR5Env(task, split)
     for seed in range(12):
-        image = env.reset(seed=seed)[0]["image"].astype(int)
-        hidden = env.model.geom_rgba.copy()
-        for box in [*env.boxes, "arm"]:
-            geoms = [box] if box != "arm" else [g for g in range(env.model.ngeom) if env.model.geom_bodyid[g] > 0]
-            env.model.geom_rgba[geoms, 3] = 0
-            without = env.camera_image()
-            env.model.geom_rgba[:] = hidden
-            changed = np.argwhere((image != without).any(0))
-            assert len(changed) > (200 if box == "arm" else 20)
+        env.reset(seed=seed)
+        for geoms, size in (*(([box], 20) for box in env.boxes), (arm_of(env), 200)):
+            changed = np.argwhere(pixels_of(env, geoms))
+            assert len(changed) > size
             assert changed.min() > 0 and changed.max() < 83  # whole: not cut off by the border
+    env.close()
+
+
+def chromaticity(colours):
+    """The shares of red, green and blue in a colour. They do not depend on the light."""
+    return colours / np.maximum(np.sum(colours, -1, keepdims=True), 1e-9)
+
+
+@pytest.mark.parametrize(("task", "split"), [s for s in SPLITS if s[0] in R_TASKS])
+def test_boxes_are_told_by_their_colours(task, split):
+    """With every background, the pixels close to the colour of a box are those of the box, and no others."""
+    env = envs.UR5Env(task, split)
+    colours = {name: chromaticity(np.array(envs.BOX_COLOURS[name][:3])) for name in env.names}
+    rng = np.random.default_rng(0)
+    for seed, background in itertools.product(range(6), range(len(env.backgrounds))):
+        env.reset(seed=seed, options={"goal": seed % len(env.names), "blind": True})
+        set_background(env, background)
+        for _ in range(2):  # at the start, and with the arm elsewhere
+            shares = chromaticity(env.camera_image().transpose(1, 2, 0).astype(float))
+            for index, name in enumerate(env.names):
+                close = np.abs(shares - colours[name]).max(-1) < 0.1
+                boxes = [box for box, c in zip(env.boxes, env.box_classes, strict=True) if c == index]
+                assert (close == pixels_of(env, boxes)).all(), (seed, background, name)
+            while env.running and env.steps < 10:
+                env.step(rng.uniform(-1, 1, 6))
+    env.close()
+
+
+def test_one_plane_carries_the_arm_and_the_boxes():
+    env = envs.UR5Env("r2")
+    env.reset(seed=0)
+    plane, kinds = env.model.geom("background"), env.mujoco.mjtGeom
+    assert plane.type == kinds.mjGEOM_PLANE and plane.pos.tolist() == [0, 0, 0]
+    assert [env.model.geom(g).name for g in arm_of(env)] == [""] * 9  # there is no table
+    boxes = [env.model.geom(box) for box in env.boxes]
+    (base,) = [env.model.geom(g) for g in arm_of(env) if env.model.geom(g).type == kinds.mjGEOM_CYLINDER]
+    lowest = [*(box.pos[2] - box.size[2] for box in boxes), base.pos[2] - base.size[1]]
+    assert lowest == pytest.approx([0] * 4)
+    images = []
+    for background in (0, 1):
+        set_background(env, background)
+        images.append(env.camera_image())
+    bodies = pixels_of(env, [*env.boxes, *arm_of(env)])
+    assert ((images[0] != images[1]).any(0) == ~bodies).all()  # the background is all around the boxes
+    env.close()
+
+
+@pytest.mark.parametrize("split", ["seen", "unseen"])
+def test_squares_of_a_background_are_one_to_two_boxes_wide(split):
+    env = envs.UR5Env("r2", split)
+    env.reset(seed=0)
+    env.model.geom_rgba[[*env.boxes, *arm_of(env)], 3] = 0
+    camera = env.mujoco.MjvCamera()  # from above
+    camera.lookat[:], camera.distance, camera.elevation = (0.4, 0, 0), 1, -90
+    pixel = 2 * math.tan(math.radians(env.model.vis.global_.fovy / 2)) / 84  # in metres
+    for background in range(len(env.backgrounds)):
+        set_background(env, background)
+        env.renderer.update_scene(env.data, camera)
+        brightness = env.renderer.render().sum(-1)
+        bright = brightness > brightness.mean()
+        for lines in (bright, bright.T):
+            widths = [np.diff(np.flatnonzero(np.diff(line))) * pixel for line in lines]
+            assert 0.08 <= np.median(np.concatenate(widths)) <= 0.16
     env.close()
 
 
@@ -469,11 +620,17 @@ def test_r2_backgrounds():
         assert len(corners[split]) == 5
         env.close()
     assert not corners["seen"] & corners["unseen"]
-    for task in ("r1", "r3"):
-        env = envs.UR5Env(task)
-        corner = env.reset(seed=0)[0]["image"][:, :12, :12].astype(int)
-        assert np.ptp(corner) < 40 and len({env.reset()[0]["image"][:, :12, :12].tobytes() for _ in range(20)}) == 1
-        env.close()
+
+
+@pytest.mark.parametrize("task", ["r1", "r3"])
+def test_background_of_r1_and_r3_is_one_grey(task):
+    env = envs.UR5Env(task)
+    env.reset(seed=0)
+    background = ~pixels_of(env, [*env.boxes, *arm_of(env)])
+    for _ in range(20):
+        image = env.reset()[0]["image"]
+        assert 120 < image[:, background].min() == image[:, background].max() < 135
+    env.close()
 
 
 @pytest.mark.parametrize("task", V_TASKS + R_TASKS)
@@ -516,8 +673,11 @@ def test_random_policy(task):
     env.close()
     success, nongoal = counts / 1000
     print(f"{task}: random policy succeeds in {success:.1%}, ends on a non-goal object in {nongoal:.1%}")
-    low, high = {"v": (0.05, 0.085) if task in ("v1", "v2") else (0.06, 0.11), "r": (0.035, 0.065)}[task[0]]
-    assert low <= success <= high
+    # On the authors' maps: 5 to 7 % and about 20 % (V1, V2), 8 to 12 % and 25 to 40 % (V3, V4). Two standard errors of
+    # 1,000 episodes are 2 and 3 %. The arm is ours: about 5 %, and twice that for the two other boxes.
+    room, maze, arm = ((0.05, 0.085), (0.15, 0.25)), ((0.07, 0.13), (0.22, 0.43)), ((0.035, 0.065), (0.07, 0.13))
+    bounds = {"v1": room, "v2": room, "v3": maze, "v4": maze}.get(task, arm)
+    assert bounds[0][0] <= success <= bounds[0][1] and bounds[1][0] <= nongoal <= bounds[1][1]
 
 
 @pytest.mark.slow
@@ -557,7 +717,7 @@ def test_every_box_can_be_reached(task):
         where.add((list(env.box_classes).index(env.goal), env.goal))
         wins += play(env, lambda: reach_action(env))[-1]["is_success"]
     print(f"{task}: the inverse-kinematics agent wins {wins} of 300")
-    assert wins >= 297 and len(where) == 3 * len(env.names)
+    assert wins == 300 and len(where) == 3 * len(env.names)
     env.close()
 
 
@@ -565,12 +725,13 @@ def test_every_box_can_be_reached(task):
 
 
 def fingerprint(task, split, seed, pause=0.0, before=0):
-    """A digest of everything that an episode with fixed actions shows, after `before` other episodes."""
+    """A digest of everything that an episode with fixed actions shows, after the beginning of `before` others."""
     env = make(task, split)
+    rng = np.random.default_rng(seed + 1)
     for other in range(before):
         env.reset(seed=1000 + other)
-        for _ in range(7):
-            env.step(env.action_space.sample())
+        while env.unwrapped.running and env.unwrapped.steps < 7:
+            env.step(int(rng.integers(3)) if task in V_TASKS else rng.uniform(-1, 1, 6))
     rng = np.random.default_rng(seed)
     observation, info = env.reset(seed=seed)
     digest = hashlib.sha256(observation["image"].tobytes() + info["instruction"].encode())
@@ -611,19 +772,25 @@ env = envs.DoomEnv("v2")
 env.reset(seed=1)
 env.step(0)
 print("ready", flush=True)
+sys.stdin.readline()
 {ending}
 """
 ENDINGS = {
-    "close": "env.close(); print('closed', flush=True); time.sleep(60)",
-    "garbage collection": "del env; gc.collect(); print('closed', flush=True); time.sleep(60)",
+    "close": "env.close(); print('closed', flush=True); time.sleep(600)",
+    "garbage collection": "del env; gc.collect(); print('closed', flush=True); time.sleep(600)",
     "normal exit": "",
     "exception": "raise RuntimeError('on purpose')",
     "SIGINT": "while True: env.step(1) if env.running else env.reset()",
     "SIGTERM": "while True: env.step(1) if env.running else env.reset()",
     "SIGKILL": "while True: env.step(1) if env.running else env.reset()",
-    "SIGTERM asleep": "time.sleep(60)",
-    "SIGKILL asleep": "time.sleep(60)",
+    "SIGTERM asleep": "time.sleep(600)",
+    "SIGKILL asleep": "time.sleep(600)",
 }
+
+
+def shared_memory(instance):
+    """What an engine and its owner have left in shared memory. Another program may use ViZDoom at the same time."""
+    return list(Path("/dev/shm").glob(f"ViZDoom*{instance}"))
 
 
 @pytest.mark.slow
@@ -633,25 +800,30 @@ def test_no_engine_outlives_its_owner(ending, tmp_path):
     folder, temporary = tmp_path / "folder", tmp_path / "temporary"
     folder.mkdir()
     temporary.mkdir()
-    shared_before = set(Path("/dev/shm").glob("ViZDoom*"))
     environment = {**os.environ, "GACE_TEST": marker.split("=")[1], "TMPDIR": str(temporary)}
     command = [sys.executable, "-c", OWNER.format(root=str(ROOT), ending=ENDINGS[ending])]
-    owner = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    owner = subprocess.Popen(command, cwd=folder, env=environment, **pipes)
     try:
         assert owner.stdout.readline() == b"ready\n"
+        (engine,) = engines(marker)
+        arguments = Path(f"/proc/{engine}/cmdline").read_text().split("\0")
+        instance = arguments[arguments.index("+viz_instance_id") + 1]
+        owner.stdin.write(b"\n")
+        owner.stdin.flush()
         if ending.startswith("SIG"):
-            assert len(engines(marker)) == 1
             time.sleep(0.3)
             owner.send_signal(getattr(signal, ending.split()[0]))
         elif ENDINGS[ending].startswith(("env", "del")):
             assert owner.stdout.readline() == b"closed\n"
         else:
-            owner.wait(10)
+            owner.wait(300)
         assert wait_until(lambda: not engines(marker))
         assert not list(folder.iterdir()) and not list(temporary.iterdir())
-        assert wait_until(lambda: set(Path("/dev/shm").glob("ViZDoom*")) <= shared_before)  # other tests start engines
+        assert not shared_memory(instance)
     finally:
         owner.kill()
+        kill_all(marker)
         owner.communicate()
 
 
@@ -659,63 +831,96 @@ STARTER = """
 import sys
 sys.path.insert(0, {root!r})
 import envs
+envs.vizdoom.exe_path = {engine!r}
 env = envs.DoomEnv("v1")
 print("starting", flush=True)
 env.reset(seed=0)
 print(env.step(0)[1], flush=True)
+sys.stdin.read()
 env.close()
 """
 
 
-def start(tmp_path, **variables):
-    environment = {**os.environ, "GACE_TEST": str(uuid.uuid4()), "TMPDIR": str(tmp_path), **variables}
-    command = [sys.executable, "-c", STARTER.format(root=str(ROOT))]
-    starter = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(folder, engine=vizdoom.exe_path, before=()):
+    """A process that starts an engine, plays a step, and ends when its stdin is closed; and the marker of its engine.
+
+    `before` goes before its command. An `engine` that is a list is a shell script in the engine's place."""
+    temporary = folder / "temporary"
+    temporary.mkdir(exist_ok=True)
+    if isinstance(engine, list):
+        script = folder / f"{uuid.uuid4()}.sh"
+        script.write_text("\n".join(["#!/bin/sh", *engine]))
+        script.chmod(0o700)
+        engine = script
+    environment = {**os.environ, "GACE_TEST": str(uuid.uuid4()), "TMPDIR": str(temporary)}
+    command = [*before, sys.executable, "-c", STARTER.format(root=str(ROOT), engine=str(engine))]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    starter = subprocess.Popen(command, env=environment, **pipes)
     assert starter.stdout.readline() == "starting\n"
     return starter, f"GACE_TEST={environment['GACE_TEST']}"
 
 
 def test_an_engine_that_dies_while_it_starts_is_started_again(tmp_path):
-    starter, marker = start(tmp_path)
-    assert wait_until(lambda: engines(marker))
-    os.kill(engines(marker)[0], signal.SIGKILL)
-    output, errors = starter.communicate(timeout=20)
-    assert starter.returncode == 0 and float(output) == pytest.approx(-0.01), errors
+    engine = [
+        f"if mkdir '{tmp_path}/first' 2>/dev/null; then",
+        f"    '{vizdoom.exe_path}' \"$@\" &",
+        "    sleep 0.05",
+        "    kill -9 $!",
+        "    exit 1",
+        "fi",
+        f"exec '{vizdoom.exe_path}' \"$@\"",
+    ]
+    output, errors = start(tmp_path, engine)[0].communicate()
+    assert float(output) == pytest.approx(-0.01), errors
+    assert (tmp_path / "first").exists()
 
 
 def test_an_engine_that_cannot_start_is_named(tmp_path):
-    broken = STARTER.replace("import envs", "import envs; envs.vizdoom.exe_path = '/bin/false'")
-    command = [sys.executable, "-c", broken.format(root=str(ROOT))]
-    result = subprocess.run(command, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True)
-    assert result.returncode and "The Doom engine does not start: /bin/false" in result.stderr
+    starter, _ = start(tmp_path, "/bin/false")
+    errors = starter.communicate()[1]
+    assert starter.returncode and "The Doom engine does not start: /bin/false" in errors
 
 
 @pytest.mark.slow
 def test_what_a_killed_start_leaves_is_swept_by_the_next(tmp_path):
-    left, rng = 0, np.random.default_rng(0)
-    for _ in range(6):
-        starter, marker = start(tmp_path)
-        time.sleep(rng.uniform(0.05, 0.3))
+    """The starts are killed at any moment; the last one certainly before the engine is up."""
+    instances = set()
+    for seconds in (0, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, None):
+        starter, marker = start(tmp_path, ["exec sleep 600"]) if seconds is None else start(tmp_path)
+        if seconds is None:
+            assert wait_until(lambda: list(tmp_path.glob("temporary/*/instance")))
+        else:
+            time.sleep(seconds)
+        starter.send_signal(signal.SIGSTOP)
+        os.waitpid(starter.pid, os.WUNTRACED)
+        instances |= set(re.findall(r"/dev/shm/ViZDoomMQCtr(\w+)", Path(f"/proc/{starter.pid}/maps").read_text()))
         starter.kill()
         starter.communicate()
-        assert wait_until(lambda marker=marker: not engines(marker))
-        left += len(list(tmp_path.iterdir()))
-    for path in (*tmp_path.iterdir(), *Path("/dev/shm").glob("ViZDoom*")):
-        os.utime(path, (0, 0))  # the sweep spares what is younger than a minute: it may belong to another machine
+        assert wait_until(lambda marker=marker: not processes_with(marker))
+    left = [list((tmp_path / "temporary").iterdir()), list(itertools.chain(*map(shared_memory, instances)))]
+    assert left[0] and left[1]
+    for path in itertools.chain(*left):
+        with contextlib.suppress(FileNotFoundError):  # another process may have swept it
+            os.utime(path, (0, 0))  # the sweep spares what is younger than a minute: it may belong to another machine
     starter, _ = start(tmp_path)
-    assert starter.wait(20) == 0 and left > 0
-    assert not list(tmp_path.iterdir())
-    assert wait_until(lambda: not list(Path("/dev/shm").glob("ViZDoom*")))  # other tests start engines
-    starter.communicate()
+    errors = starter.communicate()[1]
+    assert starter.returncode == 0, errors
+    left = list((tmp_path / "temporary").iterdir()), list(itertools.chain(*map(shared_memory, instances)))
+    for path in left[1]:  # if the sweep failed
+        path.unlink(missing_ok=True)
+    assert left == ([], [])
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount")
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("unshare"), reason="only root can mount")
 def test_tmpdir_that_runs_no_programs_is_named(tmp_path):
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "noexec", "tmpfs", tmp_path], capture_output=True).returncode:
+    """The folder is mounted for the process alone, so nothing has to be undone."""
+    mount = 'mount -t tmpfs -o noexec tmpfs "$0" && exec "$@"'
+    before = ["unshare", "--mount", "sh", "-c", mount, str(tmp_path / "temporary")]
+    (tmp_path / "temporary").mkdir()
+    if subprocess.run([*before, "true"], capture_output=True).returncode:
         pytest.skip("cannot mount here")
-    starter, _ = start(tmp_path)
-    errors = starter.communicate(timeout=20)[1]
-    subprocess.run(["umount", tmp_path], check=True)
+    starter, _ = start(tmp_path, before=before)
+    errors = starter.communicate()[1]
     assert starter.returncode == 1 and "set TMPDIR to a folder not mounted noexec" in errors.splitlines()[-1]
 
 
@@ -781,13 +986,13 @@ def test_engines_killed_inside_a_step_never_hang_it(monkeypatch, v1):
         while engine in engine_of_this_process() or killer.is_alive():
             started = time.monotonic()
             v1.step(int(rng.integers(3))) if v1.running else v1.reset()
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < 60  # most of it is the start of the next engine
         killer.join()
 
 
 def test_guard_unlocks_a_mutex_of_the_engine_and_nothing_else(tmp_path):
     """A counter of the queue passes the number of the engine's thread sooner or later: it is no mutex."""
-    engine = subprocess.Popen(["sleep", "60"])
+    engine = subprocess.Popen(["sleep", "600"])
     queue = tmp_path / "queue"
     words = np.zeros(128, np.int32)
     words[12:17] = 1, 0, engine.pid, 1, 128  # as boost's queue lies in memory: lock, count, owner, users, kind
@@ -803,7 +1008,7 @@ def test_guard_unlocks_a_mutex_of_the_engine_and_nothing_else(tmp_path):
 
 def test_frozen_engine_is_killed(monkeypatch):
     monkeypatch.setenv("GACE_SELF", str(uuid.uuid4()))
-    env = envs.DoomEnv("v1", engine_timeout=1)
+    env = envs.DoomEnv("v1", engine_timeout=3)  # a busy machine may take a second for a step
     first = env.reset(seed=4)[0]["image"]
     second = env.step(0)[0]["image"]
     env.reset(seed=4)
@@ -820,12 +1025,14 @@ def test_frozen_engine_is_killed(monkeypatch):
 def test_ctrl_c_in_a_step_leaves_an_environment_that_works(v1):
     v1.reset(seed=0)
     expected = v1.step(0)[0]["image"]
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
-        while True:
-            v1.step(1) if v1.running else v1.reset()
-    signal.signal(signal.SIGALRM, previous)
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            while True:
+                v1.step(1) if v1.running else v1.reset()
+    finally:
+        signal.signal(signal.SIGALRM, previous)
     v1.reset(seed=0)
     assert (v1.step(0)[0]["image"] == expected).all()
 
@@ -840,6 +1047,7 @@ def test_twenty_environments_at_once(task):
     mine = make(task)  # an environment of the parent, alive across the fork
     mine.reset(seed=0)
     vector = gym.vector.AsyncVectorEnv([make_task(task)] * 20)
+    vector.action_space.seed(0)
     images = vector.reset(seed=list(range(20)))[0]["image"].copy()
     assert len({image.tobytes() for image in images}) > (10 if task == "v1" else 5)
     for _ in range(30):
@@ -879,7 +1087,7 @@ def test_ten_thousand_resets_leak_nothing(task, monkeypatch):
     for _ in range(8000):
         env.reset()
     for (memory, files), (memory_before, files_before) in zip(usage(), before, strict=True):
-        assert memory < memory_before + 4000 and files <= files_before
+        assert memory < memory_before + 8000 and files <= files_before  # 1 KB a reset
     env.close()
 
 
@@ -894,16 +1102,19 @@ def test_rendering_and_closing_changes_no_observation(task):
 
 
 @pytest.mark.slow
-def test_making_and_closing_leaks_nothing():
-    files = []
-    for task in ("v1", "r1"):
-        for _ in range(15):
-            env = make(task, render_mode="rgb_array")
-            env.reset(seed=0)
-            env.render()
-            env.close()
-            files.append(len(os.listdir("/proc/self/fd")))
-    assert files[14] <= files[1] and files[29] <= files[17]
+@pytest.mark.parametrize("task", ["v1", "r1"])
+def test_making_and_closing_leaks_nothing(task):
+    def files():
+        return len(os.listdir("/proc/self/fd"))
+
+    for index in range(15):
+        env = make(task, render_mode="rgb_array")
+        env.reset(seed=0)
+        env.render()
+        env.close()
+        if index == 2:
+            before = files()
+    assert wait_until(lambda: files() <= before)  # a guard's thread may close its file a little later
 
 
 # ------------------------------------------------------------------------------------------------ rendering and scripts
@@ -936,7 +1147,8 @@ def test_bench_prints_a_table():
     command = [sys.executable, "-m", "tools.bench", "--tasks", "v1", "r1", "--seconds", "1"]
     lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     assert [line.split()[1] for line in lines[2:]] == ["V1", "R1"]
-    shares = [int(re.search(r"(\d+)%", line)[1]) for line in lines[2:]]
-    assert 50 < shares[0] <= 100 and 50 < shares[1] <= 100  # the bars, 70 and 85, are for a quiet machine
+    for line in lines[2:]:  # the bars, 70 and 85 %, are for a quiet machine
+        limit, speed, share = (float(cell.strip(" %")) for cell in line.split("|")[2:5])
+        assert speed > 0 and abs(share / 100 * limit - speed) < 0.01 * limit + 2  # all three are rounded
     wrong = subprocess.run([*command[:4], "v9"], cwd=ROOT, capture_output=True, text=True)
     assert wrong.returncode and wrong.stderr.strip() == "unknown task 'v9'; use any of v1 v2 v3 v4 r1 r2 r3"
