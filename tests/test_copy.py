@@ -83,12 +83,12 @@ TINY = "--total-updates 6 --eval-every 3 --episodes 3 --accuracy-states 1 --goal
 )
 def test_copied_script_trains_on_another_environment(script, changes, flags, tmp_path, monkeypatch):
     path = copied(tmp_path, script, changes, script.startswith("sac"))
-    run = Run(tmp_path, path, *TINY, *flags.split())
-    assert run.wait() == 0, run.output
+    with Run(tmp_path, path, *TINY, *flags.split()) as run:
+        assert run.wait() == 0, run.output
     rows = run.rows()
     assert [row["update"] for row in rows] == ["3", "6"] and all(0 <= float(row["success_ratio"]) <= 1 for row in rows)
-    resumed = Run(tmp_path, path, "--resume", run.run_folder, "--total-updates", "7")
-    assert resumed.wait() == 0 and resumed.rows()[-1]["update"] == "7", resumed.output
+    with Run(tmp_path, path, "--resume", run.run_folder, "--total-updates", "7") as resumed:
+        assert resumed.wait() == 0 and resumed.rows()[-1]["update"] == "7", resumed.output
 
     monkeypatch.syspath_prepend(tmp_path)  # the baselines, whose decoders and crops have the image's size
     spec = importlib.util.spec_from_file_location("copied_script", path)
@@ -98,9 +98,10 @@ def test_copied_script_trains_on_another_environment(script, changes, flags, tmp
     images, goals = torch.zeros(2, 3, 28, 36, dtype=torch.uint8), torch.tensor([0, 2])
     if script.startswith("a3c"):
         agent = module.Agent(module.Args(aux="vae"))
-        assert agent.vae(agent(images, goals)[2])[0].shape == images.shape
+        assert agent.vae(agent(images, goals)[3])[0].shape == images.shape
         assert module.Agent(module.Args(aux="rad"))(module.crop(images), goals)[0].shape == (2, 4)
     else:
         agent = module.Agent(module.Args(aux="ae")).eval()
-        assert agent.decoder(agent.feature_extractor(images)).shape == images.shape
+        features = agent.feature_extractor(images)
+        assert module.ae_loss(agent.decoder(features), images, features).isfinite()
         assert module.Agent(module.Args(aux="curl")).eval().act(images.numpy(), goals, False).shape == (2, 2)

@@ -86,6 +86,7 @@ def test_circles_lie_on_the_boxes():
 
 
 def checkpoints(folder):
+    torch.manual_seed(0)
     for script, name, args in ((a3c, "v1", a3c.Args(gdan=True)), (sac, "r1", sac.Args())):
         content = {"args": asdict(args), "agent": script.Agent(args).state_dict(), "counters": {"updates": 0}}
         torch.save(content, folder / f"{name}.pt")

@@ -18,24 +18,25 @@ BOXES = {  # name: text, x, y, width, colour
     "storage": ("GoalStorage\nstates of success,\nlabelled by their goal", 0, 4, 1.9, GOLD),
     "discriminator": ("goal_discriminator\n(Eq. 7)", 4.8, 4, 2, GOLD),
     "loss": ("gace_loss\n(Eq. 8)", 8, 4, 1.4, GOLD),
-    "gate": ("gated attention\n$M$", 4.8, 0, 2, GREY),
+    "gate": ("gated attention\n$M$", 4.8, 1, 1.7, GREY),
     "memory": ("LSTM or linear\n$e^1$", 7.5, 0, 1.7, GREY),
     "attention": ("attention $u$, $h$\n(Eq. 10, 11)", 7.5, 2, 1.7, RED),
     "heads": ("policy\nand value", 10.1, 1, 1.3, GREY),
 }
-ARROWS = [
-    ("image", "encoder", "", "black"),
-    ("storage", "encoder", "goal states", "darkorange"),
-    ("encoder", "discriminator", "", "darkorange"),
-    ("discriminator", "loss", "", "darkorange"),
-    ("encoder", "gate", "", "black"),
-    ("instruction", "gate", "", "black"),
-    ("gate", "memory", "", "black"),
-    ("discriminator", "attention", "query", "firebrick"),
-    ("memory", "attention", "key, value", "firebrick"),
-    ("gate", "attention", "", "firebrick"),
-    ("attention", "heads", "", "firebrick"),
-    ("memory", "heads", "", "black"),
+ARROWS = [  # from, to, label, colour, shift upwards
+    ("image", "encoder", "", "black", 0),
+    ("storage", "encoder", "goal states", "darkorange", 0),
+    ("encoder", "discriminator", "", "darkorange", 0.2),
+    ("encoder", "discriminator", "current state", "firebrick", -0.2),
+    ("discriminator", "loss", "", "darkorange", 0),
+    ("encoder", "gate", "", "black", 0),
+    ("instruction", "gate", "", "black", 0),
+    ("gate", "memory", "", "black", 0),
+    ("discriminator", "attention", "query: the hidden layer\nfor the current state", "firebrick", 0),
+    ("memory", "attention", "\n\nkey, value", "firebrick", 0),
+    ("attention", "heads", "", "firebrick", 0),
+    ("gate", "heads", "", "black", 0),
+    ("memory", "heads", "", "black", 0),
 ]
 HEIGHT = 1.0
 
@@ -54,11 +55,11 @@ def main():
     for text, x, y, width, colour in BOXES.values():
         axes.add_patch(plt.Rectangle((x, y), width, HEIGHT, facecolor=colour, edgecolor="black", linewidth=0.8))
         axes.text(x + width / 2, y + HEIGHT / 2, text, ha="center", va="center", fontsize=9.5)
-    for start, end, label, colour in ARROWS:
-        tail, head = edge(start, end)
+    for start, end, label, colour, shift in ARROWS:
+        tail, head = ((x, y + shift) for x, y in edge(start, end))
         axes.annotate("", head, tail, arrowprops={"arrowstyle": "->", "color": colour, "linewidth": 1.4})
         middle = (tail[0] + head[0]) / 2, (tail[1] + head[1]) / 2
-        axes.text(middle[0] + 0.08, middle[1], label, color=colour, fontsize=9, ha="left", va="bottom")
+        axes.text(middle[0] + 0.1, middle[1], label, color=colour, fontsize=9, ha="left", va="center")
     for y, (text, colour) in enumerate({"GDAN": RED, "GACE": GOLD, "actor-critic": GREY}.items()):
         axes.add_patch(
             plt.Rectangle((10.1, 3.6 + 0.45 * y), 0.3, 0.3, facecolor=colour, edgecolor="black", linewidth=0.8)

@@ -3,7 +3,7 @@
 python -m tools.enjoy runs/RUN/checkpoint.pt
 python -m tools.enjoy "results/v1__a3c+gace+gdan__2.pt" --goal Bonus --episodes 50
 python -m tools.enjoy "results/v1__a3c+gace+gdan__2.pt" --details  # success by goal and by distance
-python -m tools.enjoy "results/r1__sac+gace+gdan__2.pt" --video
+python -m tools.enjoy "results/v1__a3c+gace__2.pt" --video
 """
 
 import math
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import tyro
 from PIL import Image, ImageDraw, ImageOps
+from tqdm import tqdm
 
 import a3c_gace_vizdoom
 import envs
@@ -25,7 +26,7 @@ import sac_gace_ur5
 @dataclass
 class Args:
     checkpoint: tyro.conf.Positional[Path]
-    """a checkpoint of a3c_gace_vizdoom.py or sac_gace_ur5.py"""
+    """a checkpoint of a3c_gace_vizdoom.py or sac_gace_ur5.py, or the folder of its run"""
     split: Literal["seen", "unseen"] | None = None
     """play this split only"""
     goal: str | None = None
@@ -40,13 +41,12 @@ class Args:
 
 def load_agent(path):
     """Returns the script that trained an agent, its checkpoint, its Args and the agent."""
-    reasons = []
-    for script in (a3c_gace_vizdoom, sac_gace_ur5):
-        try:
-            return script, *script.load_checkpoint(path)
-        except SystemExit as error:
-            reasons.append(str(error))
-    raise SystemExit("\n".join(dict.fromkeys(reasons)))
+    path = path / "checkpoint.pt" if path.is_dir() else path
+    if not path.is_file():
+        raise SystemExit(f"{path} does not exist")
+    task = torch.load(path, map_location="cpu", weights_only=True)["args"]["task"]
+    script = a3c_gace_vizdoom if task in envs.V_TASKS else sac_gace_ur5
+    return script, *script.load_checkpoint(path)
 
 
 def check_choice(task, split, goal):
@@ -66,6 +66,7 @@ class Player:
     def begin(self):
         self.memory = torch.zeros(2, 1, 256)
 
+    @torch.no_grad()
     def act(self, observation):
         """Returns the action and its name."""
         image, goal = observation["image"][None], [int(observation["goal"])]
@@ -73,7 +74,7 @@ class Player:
             action = self.agent.act(image, goal, explore=False)[0]
             return action, " ".join(f"{speed:+.1f}" for speed in action)
         image = torch.from_numpy(a3c_gace_vizdoom.crop(image) if self.trained.aux == "rad" else image)
-        logits, _, self.memory = self.agent.act(image, torch.tensor(goal), self.memory)
+        logits, _, self.memory, _ = self.agent(image, torch.tensor(goal), self.memory)
         action = int(logits.argmax())
         return action, ("forward", "left", "right")[action]
 
@@ -101,13 +102,13 @@ def ending_of(episode):
 
 
 def evaluate(script, settings, agent, split, goal):
-    """The script's own evaluation, and the ending of every episode."""
-    endings = []
-
-    def on_end(episode):
+    """Plays the episodes of the script's own evaluation. Returns success, length and return, and all endings."""
+    results, endings = [], []
+    episodes = script.evaluation_episodes(settings, agent, split, goal)
+    for episode in tqdm(episodes, f"evaluating {split}", settings.episodes, leave=False, **script.BAR):
+        results.append((episode.info["is_success"], len(episode.rewards), sum(episode.rewards)))
         endings.append(ending_of(episode))
-
-    return script.evaluate(settings, agent, split, {}, goal=goal, on_end=on_end), endings
+    return np.mean(results, 0).tolist(), endings
 
 
 def details_of(endings):
@@ -176,20 +177,17 @@ def main():
     goal = args.goal or getattr(trained, "fixed_goal", None)
     for split in [args.split] if args.split else envs.splits_of(trained.task):
         if args.video:
-            folder = args.checkpoint.parent.name if args.checkpoint.stem == "checkpoint" else args.checkpoint.stem
-            path = Path("videos", f"{folder}_{split}.gif")
+            run = args.checkpoint.parent if args.checkpoint.stem == "checkpoint" else args.checkpoint
+            path = Path("videos", f"{run.resolve().name.removesuffix('.pt')}_{split}.gif")
             path.parent.mkdir(exist_ok=True)
             frames, durations = film(trained, agent, split, goal, args.episodes or 3)
             frames[0].save(path, save_all=True, append_images=frames[1:], duration=durations, loop=0)
             print(f"wrote {path}")
             continue
         settings = replace(trained, episodes=args.episodes or trained.episodes)
-        row, endings = evaluate(script, settings, agent, split, goal)
-        print(
-            f"update {checkpoint['counters']['updates']:,}, {split}: success {row['success_ratio']:.1%}, "
-            f"length {row['episode_length']:.1f}, return {row['episode_return']:.2f}",
-            flush=True,
-        )
+        (success, length, total), endings = evaluate(script, settings, agent, split, goal)
+        update = int(checkpoint["counters"]["updates"])
+        print(f"update {update:,}, {split}: success {success:.1%}, length {length:.1f}, return {total:.2f}", flush=True)
         if args.details:
             print(details_of(endings), flush=True)
 

@@ -15,7 +15,6 @@ import ctypes
 import fcntl
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -84,14 +83,17 @@ class Run:
         found = sorted(self.runs.glob(f"{self.name}__*/checkpoint.pt"), key=lambda path: path.stat().st_mtime)
         return found[-1].parent if found else None
 
+    def evaluations(self):
+        """The rows of metrics.csv."""
+        path = self.folder() and self.folder() / "metrics.csv"
+        if not path or not path.exists():
+            return []
+        with open(path) as file:
+            return [row for row in csv.DictReader(file) if (row["update"] or "").isdecimal()]
+
     def updates(self):
         """The last evaluated update."""
-        folder = self.folder()
-        if folder is None or not (folder / "metrics.csv").exists():
-            return 0
-        with open(folder / "metrics.csv") as file:
-            updates = [row.get("update") or "" for row in csv.DictReader(file)]
-        return max((int(update) for update in updates if update.isdecimal()), default=0)
+        return max((int(row["update"]) for row in self.evaluations()), default=0)
 
     def log(self):
         return self.runs / f"{self.name}.log"
@@ -135,9 +137,8 @@ def make_plan(args, extra):
                 continue
             for seed in args.seeds:
                 flags_of_run = ["--task", task, "--seed", str(seed), *flags, *extra]
-                paper = "--paper" in flags_of_run
-                defaults = script.Args(paper=paper, **(script.PAPER if paper else {}))
-                settings = script.read_flags(defaults, flags_of_run)
+                defaults = script.Args(**(script.PAPER if "--paper" in flags_of_run else {}))
+                settings = tyro.cli(script.Args, args=flags_of_run, default=defaults)
                 name = f"{settings.task}__{script.algorithm(settings)}__{settings.seed}"
                 if name in plan:
                     raise SystemExit(f"two runs would be called {name}")
@@ -175,9 +176,9 @@ def train(run, root, cpus, gpus, retries):
             if other or run.updates() >= run.total_updates:
                 return other
             wait_for_lock(folder)
-        flags = ["--resume", str(folder), *run.flags] if folder else [*run.flags, "--runs", str(run.runs)]
+        flags = ["--resume", str(folder)] if folder else [*run.flags, "--runs", str(run.runs)]
         flags += ["--total-updates", str(run.total_updates)]
-        if run.name[0] == "v":
+        if run.name[0] == "v" and not folder:
             flags += ["--num-workers", str(cpus)]
         with open(run.log(), "a") as log:
             print(f"\nattempt {attempt} on {socket.gethostname()}", file=log, flush=True)
@@ -240,27 +241,18 @@ def last_lines(path, number=5, characters=4000):
 
 # ------------------------------------------------------------------------------------------------- what a person sees
 
-BAR = re.compile(r"(\d+)/(\d+) \[[^<]*<([^,]*),([^,]*/[^,]*?)(?:, success ([\d.]+%))?\]")
-
 
 def state_of(run):
-    """The state of a run that has begun, from the progress bar in its log. Also returns the hours left."""
-    if not run.log().exists():
+    """The state of a run that has not ended, from its files. Also returns the hours left, if they are known."""
+    if not run.log().exists() or last_lines(run.log(), 1) == "waiting":  # a line of this tool
         return "waiting", None
-    for line in reversed(last_lines(run.log(), 50).splitlines()):
-        if line.startswith(("attempt", "waiting")):
-            return "starting" if line.startswith("attempt") else "waiting", None
-        if not (bar := BAR.search(line)) or "episodes" in line:  # that one is the bar of an evaluation
-            continue
-        done, total, left, rate, success = bar.groups()
-        if "updates" not in rate:
-            return f"warm-up {int(done):,} of {int(total):,}", None
-        if left == "?":
-            return f"training {int(done):,} of {int(total):,}", None
-        seconds = sum(60**i * int(part) for i, part in enumerate(reversed(left.split(":"))) if part.isdigit())
-        parts = [f"training {int(done):,} of {int(total):,}", success, rate.strip().replace("  ", " ")]
-        return ", ".join([*filter(None, parts), f"{in_words(seconds / 3600)} left"]), seconds / 3600
-    return "starting", None
+    rows = run.evaluations()
+    if not rows:
+        return "training, no evaluation yet" if run.folder() else "starting", None
+    update, seconds = int(rows[-1]["update"]), float(rows[-1]["seconds"])
+    hours = max(0, run.total_updates - update) * seconds / update / 3600
+    success = f"success {float(rows[-1]['success_ratio']):.1%}"
+    return f"training, {success} at {update:,} of {run.total_updates:,}, {in_words(hours)} left", hours
 
 
 def show(plan, slots, cpus, lines_before):
@@ -273,7 +265,7 @@ def show(plan, slots, cpus, lines_before):
             hours.append(hours_left(run, cpus) if left is None else left)
     columns, height = shutil.get_terminal_size() if sys.stdout.isatty() else (1000, 1000)
     height -= 2
-    shown = sorted(plan, key=lambda run: ("failed", "training", "warm-up", "starting").count(run.state.split()[0]) == 0)
+    shown = sorted(plan, key=lambda run: not run.state.startswith(("failed", "training", "starting")))
     lines = [f"{run.name:{width}}  {run.state}" for run in (plan if len(plan) <= height else shown[: height - 1])]
     if len(lines) < len(plan):
         lines.append(f"... and {len(plan) - len(lines)} more")

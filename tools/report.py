@@ -1,10 +1,12 @@
 """The paper's learning curves and tables, from run folders and committed results.
 
-    python -m tools.report runs/ results/                            # writes report/ and prints its tables
-    python -m tools.report runs/ --reference-ratio 50 --out v1_report
+    python -m tools.report results/          # writes report/ and prints its tables
+    python -m tools.report runs/ results/    # with your own runs
 
 It reads every `runs/{task}__{algorithm}__{seed}__{time}/metrics.csv` and every `{task}__{algorithm}__{seed}.csv`, with
-the settings beside it (`args.json`, `{task}__{algorithm}__{seed}.json`). Seeds are averaged if their settings agree.
+the settings beside it (`args.json`, `{task}__{algorithm}__{seed}.json`). Only runs of one version with the same
+settings are averaged; the report ends with a list of the others. If a folder has a README.md with the lines
+`<!-- report -->` and `<!-- end of report -->`, the tables are also written between them.
 """
 
 import csv
@@ -28,18 +30,10 @@ class Args:
     """folders to search, and single files"""
     out: Path = Path("report")
     """folder to write into"""
-    reference_algorithm: str | None = None
-    """sample efficiency is measured against this one; by default the plain baseline, a3c or sac"""
-    reference_ratio: float | None = None
-    """sample efficiency is measured at this success ratio, in percent; by default the reference algorithm's best"""
 
 
 UPDATES, RATIO, ACCURACY, STEPS = range(4)  # the rows of a run's columns
 AXES = {UPDATES: "updates", STEPS: "environment steps"}
-NOTE = """Mean ± standard deviation over seeds. IQM: interquartile mean (with three seeds, the mean) with a 95 %
-bootstrap interval, from three seeds on. Dashed lines are where the paper's algorithms end. By default, an update of our
-A3C follows an episode and one of our SAC 32 environment steps; the paper does not say how many steps an update of its
-SAC follows."""
 METRICS = "update env_steps seconds split success_ratio discriminator_accuracy episode_length episode_return".split()
 NAMES = {  # in the paper's order, with the colours of its figures
     "a3c": ("A3C", "tab:gray"),
@@ -53,30 +47,34 @@ NAMES = {  # in the paper's order, with the colours of its figures
     "sac+gace": ("SAC+GACE", "tab:orange"),
     "sac+gace+gdan": ("SAC+GACE&GDAN", "tab:red"),
 }
+# The paper's success ratios in percent, mean and standard deviation over five seeds, in the order of NAMES.
+PAPER_RATIOS = {
+    ("v1", "seen"): "56.55 ± 13.75, 67.89 ± 3.50, 82.14 ± 2.34, 94.97 ± 0.70, 95.63 ± 0.64".split(", "),
+    ("v2", "seen"): "4.00 ± 3.16, 30.03 ± 4.96, 7.75 ± 2.25, 79.52 ± 0.83, 86.62 ± 1.48".split(", "),
+    ("v2", "unseen"): "3.99 ± 2.30, 19.79 ± 3.06, 3.87 ± 2.78, 69.79 ± 1.66, 76.36 ± 1.53".split(", "),
+    ("v3", "seen"): "33.45 ± 4.72, 26.26 ± 2.17, 27.91 ± 3.48, 52.58 ± 4.09, 78.21 ± 2.45".split(", "),
+    ("v4", "seen"): "3.13 ± 4.43, 31.96 ± 2.66, 4.64 ± 5.92, 41.26 ± 3.05, 54.87 ± 1.75".split(", "),
+    ("v4", "unseen"): "4.40 ± 6.22, 28.18 ± 0.27, 9.98 ± 7.65, 37.96 ± 1.61, 48.52 ± 1.62".split(", "),
+    ("r1", "seen"): "63.1 ± 6.9, 67.2 ± 5.0, 67.9 ± 7.3, 84.7 ± 10.0, 89.3 ± 4.2".split(", "),
+    ("r2", "seen"): "60.5 ± 5.7, 72.8 ± 5.9, 74.5 ± 9.2, 75.0 ± 8.9, 78.2 ± 8.7".split(", "),
+    ("r2", "unseen"): "53.4 ± 6.9, 59.4 ± 5.5, 36.6 ± 3.4, 63.0 ± 9.0, 73.3 ± 5.8".split(", "),
+    ("r3", "seen"): "61.7 ± 5.4, 62.3 ± 5.1, 64.7 ± 4.0, 79.3 ± 8.9, 79.6 ± 8.4".split(", "),
+}
+PAPER_ABLATIONS = {("r1", "sac+gace+gdan+concat"): "81.5 ± 10.0", ("r1", "sac+single targets"): "47 ± 11"}
+PAPER_ACCURACY = {("v2", "seen"): "99.32 ± 0.62", ("v2", "unseen"): "89.15 ± 3.44"}  # after 200,000 updates
+# The updates that it took each algorithm to reach the reference ratio, the plain baseline's of the same task.
+PAPER_UPDATES = {
+    "v1": (2_000_000, 810_086, 703_574, 163_602, 110_930),
+    "r1": (314_797, 230_339, 142_480, 53_774, 63_140),
+}
+# Quantiles of Student's distribution for a 95 % interval, for 1 to 10 degrees of freedom
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+MAY_DIFFER = "seed exp_name runs resume track cuda num_workers eval_every episodes accuracy_states".split()
+MAY_DIFFER += ["checkpoint_every", "wandb_project_name", "wandb_entity"]
 
 
 def algorithms_of(task):
     return [name for name in NAMES if name.startswith("a3c" if task[0] == "v" else "sac")]
-
-
-# The paper's success ratios, in percent: mean and standard deviation over five seeds, in the order of NAMES.
-PAPER_RATIOS = {
-    ("v1", "seen"): ((56.55, 13.75), (67.89, 3.50), (82.14, 2.34), (94.97, 0.70), (95.63, 0.64)),
-    ("v2", "seen"): ((4.00, 3.16), (30.03, 4.96), (7.75, 2.25), (79.52, 0.83), (86.62, 1.48)),
-    ("v2", "unseen"): ((3.99, 2.30), (19.79, 3.06), (3.87, 2.78), (69.79, 1.66), (76.36, 1.53)),
-    ("v3", "seen"): ((33.45, 4.72), (26.26, 2.17), (27.91, 3.48), (52.58, 4.09), (78.21, 2.45)),
-    ("v4", "seen"): ((3.13, 4.43), (31.96, 2.66), (4.64, 5.92), (41.26, 3.05), (54.87, 1.75)),
-    ("v4", "unseen"): ((4.40, 6.22), (28.18, 0.27), (9.98, 7.65), (37.96, 1.61), (48.52, 1.62)),
-    ("r1", "seen"): ((63.1, 6.9), (67.2, 5.0), (67.9, 7.3), (84.7, 10.0), (89.3, 4.2)),
-    ("r2", "seen"): ((60.5, 5.7), (72.8, 5.9), (74.5, 9.2), (75.0, 8.9), (78.2, 8.7)),
-    ("r2", "unseen"): ((53.4, 6.9), (59.4, 5.5), (36.6, 3.4), (63.0, 9.0), (73.3, 5.8)),
-    ("r3", "seen"): ((61.7, 5.4), (62.3, 5.1), (64.7, 4.0), (79.3, 8.9), (79.6, 8.4)),
-}
-# Its reference ratio, and the updates it took each algorithm to get there.
-PAPER_UPDATES = {
-    "v1": (56.55, (2_000_000, 810_086, 703_574, 163_602, 110_930)),
-    "r1": (63.1, (314_797, 230_339, 142_480, 53_774, 63_140)),
-}
 
 
 def base_of(algorithm):
@@ -94,6 +92,84 @@ def in_order(names):
     return sorted(names, key=lambda name: (list(NAMES).index(base_of(name)), name))
 
 
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def read(path):
+    """One run as {split: columns}: update, success ratio, accuracy, environment steps. Raises ValueError if unfit."""
+    text = path.read_text()
+    if not text.endswith("\n"):
+        raise ValueError("it is empty, or cut off in the middle of a row")
+    header, *rows = csv.reader(text.splitlines())
+    if header[: len(METRICS)] != METRICS:  # further columns are not read
+        raise ValueError(f"its columns are not {', '.join(METRICS)}")
+    if not rows:
+        raise ValueError("it has no evaluation yet")
+    if any(len(row) != len(header) for row in rows):
+        raise ValueError("it has a row with missing columns")
+    if not all(np.isfinite([float(row[0]), float(row[1]), float(row[4])]).all() for row in rows):
+        raise ValueError("it has a row with numbers that are not finite")
+    run = {}
+    for row in rows:
+        run.setdefault(row[3], []).append((float(row[0]), 100 * float(row[4]), 100 * float(row[5]), float(row[1])))
+    return {split: np.array(sorted(columns)).T for split, columns in run.items()}
+
+
+def read_settings(path):
+    """The arguments of a run, from the file beside its metrics."""
+    path = path.with_name("args.json") if path.name == "metrics.csv" else path.with_suffix(".json")
+    settings = json.loads(path.read_text()) if path.exists() else {}
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path.name} holds no settings")
+    if not settings.get("anneal_lr"):
+        settings.pop("total_updates", None)  # then the length of a run does not change its beginning
+    settings = {"version": 1} | settings  # of runs before there were versions
+    return {name: value for name, value in settings.items() if name not in MAY_DIFFER}
+
+
+def read_all(paths):
+    """Returns {(task, split): {algorithm: {seed: columns}}}, the settings of each, and why other files are left out."""
+    found, left_out, files = {}, [], []
+    for path in paths:
+        if not path.exists():
+            raise SystemExit(f"{path} does not exist")
+        files += sorted(path.rglob("*.csv")) if path.is_dir() else [path]
+    for path in files:
+        parts = (path.parent.name if path.name == "metrics.csv" else path.stem).split("__")
+        try:
+            if len(parts) not in (3, 4):
+                raise ValueError("its name is not task__algorithm__seed")
+            if (parts[0], "seen") not in PAPER_RATIOS or base_of(parts[1]) not in algorithms_of(parts[0]):
+                raise ValueError(f"{parts[0]} with {parts[1]} is no task with an algorithm of ours")
+            run, settings = read(path), read_settings(path)
+        except (ValueError, OSError, csv.Error) as error:
+            left_out.append(f"{path}: {error}")
+            continue
+        group = found.setdefault(tuple(parts[:2]), {}).setdefault(json.dumps(settings, sort_keys=True), [])
+        group.append((max(columns[UPDATES, -1] for columns in run.values()), path, parts[2], run))
+    runs, settings_of = {}, {}
+    for (task, algorithm), groups in found.items():
+        # Of several groups, the newest version, then the one with most seeds, then the longest
+        order = sorted(groups, key=lambda key: (json.loads(key)["version"], len(groups[key]), max(groups[key])[0]))
+        chosen = settings_of[task, algorithm] = json.loads(order[-1])
+        for key in order[:-1]:
+            other = json.loads(key)
+            name = min((n for n in chosen | other if chosen.get(n) != other.get(n)), key=lambda n: n != "version")
+            reason = f"its {name} is {other.get(name)}, that of the others {chosen.get(name)}"
+            left_out += [f"{path}: {reason}" for _, path, _, _ in groups[key]]
+        for _, path, seed, run in sorted(groups[order[-1]], key=lambda run: -run[0]):  # the longest first
+            for split, columns in run.items():
+                seeds = runs.setdefault((task, split), {}).setdefault(algorithm, {})
+                if seed in seeds:
+                    left_out.append(f"{path}: there is a longer run of seed {seed}")
+                    break
+                seeds[seed] = columns
+    return runs, settings_of, left_out
+
+
+# ---------------------------------------------------------------------------------------------------------- statistics
+
+
 def srr(updates, reference_updates):
     """Sample Requirement Ratio n_B / n_A, in percent: lower is better."""
     return 100 * updates / reference_updates
@@ -104,102 +180,20 @@ def sei(updates, reference_updates):
     return 100 * (reference_updates - updates) / updates
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
+def student_interval(values):
+    """Half the width of the 95 % interval of the mean; nan with fewer than three values."""
+    if len(values) < 3:
+        return np.nan
+    return STUDENT[min(len(values) - 2, len(STUDENT) - 1)] * np.std(values, ddof=1) / len(values) ** 0.5
 
 
-def find_files(paths):
-    for path in paths:
-        if path.is_file():
-            yield path
-        elif path.is_dir():
-            yield from sorted(path.rglob("*.csv"))
-        else:
-            raise SystemExit(f"{path} does not exist")
-
-
-def read(path):
-    """One run as {split: columns}: update, success ratio, accuracy, environment steps. Raises ValueError if unfit."""
-    text = path.read_text()
-    if not text:
-        raise ValueError("it is empty")
-    if not text.endswith("\n"):
-        raise ValueError("it is cut off in the middle of a row")
-    header, *rows = csv.reader(text.splitlines())
-    if header != METRICS:
-        raise ValueError(f"its columns are not {', '.join(METRICS)}")
-    if not rows:
-        raise ValueError("it has no evaluation yet")
-    if any(len(row) != len(METRICS) for row in rows):
-        raise ValueError("it has a row with missing columns")
-    run = {}
-    if not all(np.isfinite([float(row[0]), float(row[1]), float(row[4])]).all() for row in rows):
-        raise ValueError("it has a row with numbers that are not finite")
-    for row in rows:
-        run.setdefault(row[3], []).append((float(row[0]), 100 * float(row[4]), 100 * float(row[5]), float(row[1])))
-    return {split: np.array(sorted(columns)).T for split, columns in run.items()}
-
-
-MAY_DIFFER = "seed exp_name runs resume track cuda num_workers eval_every episodes accuracy_states".split()
-MAY_DIFFER += ["checkpoint_every", "wandb_project_name", "wandb_entity"]
-
-
-def read_settings(path):
-    """The arguments of a run, from the file beside its metrics; nothing if there is none."""
-    path = path.with_name("args.json") if path.name == "metrics.csv" else path.with_suffix(".json")
-    settings = json.loads(path.read_text()) if path.exists() else {}
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path.name} holds no settings")
-    if not settings.get("anneal_lr"):
-        settings.pop("total_updates", None)  # then the length of a run does not change its beginning
-    return {name: value for name, value in settings.items() if name not in MAY_DIFFER}
-
-
-def read_all(paths):
-    """Returns {(task, split): {algorithm: {seed: columns}}}, and a line about every file that was skipped."""
-    runs, skipped, first, found = {}, [], {}, []
-    for path in find_files(paths):
-        name = path.parent.name if path.name == "metrics.csv" else path.stem
-        parts = name.split("__")
-        if len(parts) not in (3, 4):
-            skipped.append(f"{path}: its name is not task__algorithm__seed")
-            continue
-        if (parts[0], "seen") not in PAPER_RATIOS or base_of(parts[1]) not in algorithms_of(parts[0]):
-            skipped.append(f"{path}: {parts[0]} with {parts[1]} is no task with an algorithm of ours")
-            continue
-        try:
-            run, settings = read(path), read_settings(path)
-        except (ValueError, OSError, csv.Error) as error:
-            skipped.append(f"{path}: {error}")
-            continue
-        found.append((-max(columns[UPDATES, -1] for columns in run.values()), path, parts[:3], run, settings))
-    for _, path, (task, algorithm, seed), run, settings in sorted(found, key=lambda run: run[:2]):  # the longest first
-        other_path, others = first.setdefault((task, algorithm), (path, settings))
-        differing = [name for name in settings if name in others and settings[name] != others[name]]
-        if differing:
-            name = differing[0]
-            skipped.append(
-                f"{path}: its {name} is {settings[name]}, but {others[name]} in {other_path}; "
-                "give one of the two another name with --exp-name"
-            )
-            continue
-        for split, columns in run.items():
-            seeds = runs.setdefault((task, split), {}).setdefault(algorithm, {})
-            if seed in seeds:
-                skipped.append(f"{path}: there is a longer run of seed {seed}")
-                break
-            seeds[seed] = columns
-    return runs, skipped
-
-
-def over_seeds(seeds, column, axis=UPDATES):
-    """The axis, mean and standard deviation over the seeds, as far as all seeds go: a run that ends makes no jump."""
+def over_seeds(seeds, column, axis):
+    """The axis, mean and half interval over the seeds that have come as far. No run is extended past its end."""
     runs = [columns for columns in seeds.values() if not np.isnan(columns[column]).all()]
     points = np.unique(np.concatenate([columns[axis] for columns in runs] or [np.empty(0)]))
-    points = points[[all(columns[axis, 0] <= x <= columns[axis, -1] for columns in runs) for x in points]]
-    values = np.array([np.interp(points, columns[axis], columns[column]) for columns in runs])
-    if not len(points):
-        return points, points, points
-    return points, values.mean(0), values.std(0, ddof=1) if len(runs) > 1 else np.full(len(points), np.nan)
+    values = [np.interp(points, c[axis], c[column], left=np.nan, right=np.nan) for c in runs]
+    there = [[v[i] for v in values if not np.isnan(v[i])] for i in range(len(points))]
+    return points, np.array([np.mean(v) for v in there]), np.array([student_interval(v) for v in there])
 
 
 def interquartile_mean(values):
@@ -208,8 +202,8 @@ def interquartile_mean(values):
     return np.sort(values, -1)[..., cut : values.shape[-1] - cut].mean(-1)
 
 
-def confidence_interval(strata, resamples=5000):
-    """95 % bootstrap interval of the interquartile mean; seeds are drawn again within each stratum (a task)."""
+def bootstrap_interval(strata, resamples=5000):
+    """95 % interval of the interquartile mean over several tasks; seeds are drawn again within each task."""
     rng = np.random.default_rng(0)
     drawn = [stratum[rng.integers(len(stratum), size=(resamples, len(stratum)))] for stratum in strata]
     return np.percentile(interquartile_mean(np.concatenate(drawn, -1)), [2.5, 97.5])
@@ -221,90 +215,66 @@ def probability_of_improvement(ours, theirs):
     return float((difference > 0).mean() + (difference == 0).mean() / 2)
 
 
-def first_reached(updates, ratios, reference):
-    """The number of updates at which the curve first reaches the reference, between two evaluations by a straight line;
-    None if it does not."""
-    above = np.flatnonzero(np.asarray(ratios) >= reference)
-    if not len(above):
-        return None
-    i = above[0]
+def first_reached(columns, ratio):
+    """The update at which a run first reaches a ratio and keeps it at the next evaluation, and whether that is a bound.
+
+    Between two evaluations, the curve is a straight line. The first evaluation gives a bound only."""
+    above = columns[RATIO] >= ratio
+    both = np.flatnonzero(above[:-1] & above[1:])
+    if not len(both):
+        return None, False
+    i = both[0]
     if i == 0:
-        return float(updates[0])
-    share = (reference - ratios[i - 1]) / (ratios[i] - ratios[i - 1])
-    return float(updates[i - 1] + share * (updates[i] - updates[i - 1]))
+        return float(columns[UPDATES, 0]), True
+    low, high = columns[RATIO, i - 1 : i + 1]
+    share = (ratio - low) / (high - low)
+    return float(np.interp(share, [0, 1], columns[UPDATES, i - 1 : i + 1])), False
 
 
-# -------------------------------------------------------------------------------------------------- figures and tables
+# ------------------------------------------------------------------------------------------------------------- figures
 
 
 def plot(axes, runs, column, axis, paper):
-    """One curve an algorithm, a shade of one standard deviation, and a dashed line where the paper's algorithm ends."""
+    """Each algorithm's mean with its interval, a dot for every evaluation of every seed, and where the paper's ends."""
     for algorithm in in_order(runs):
         seeds, colour = runs[algorithm], NAMES[base_of(algorithm)][1]
-        points, mean, deviation = over_seeds(seeds, column, axis)
-        if not len(points):
-            continue
-        count = f"{len(seeds)} seeds" if len(seeds) > 1 else "1 seed"
+        points, mean, half = over_seeds(seeds, column, axis)
         variants = [name for name in in_order(runs) if base_of(name) == base_of(algorithm) and name not in NAMES]
-        marker = "." if len(points) < 30 else None
         line = "-" if algorithm in NAMES else (":", "-.", (0, (4, 1)))[variants.index(algorithm) % 3]
-        label = f"{title_of(algorithm)} ({count})"
-        axes.plot(points, mean, linestyle=line, color=colour, label=label, marker=marker)
-        axes.fill_between(points, mean - deviation, mean + deviation, color=colour, alpha=0.2, linewidth=0)
+        count = f"{len(seeds)} seeds" if len(seeds) > 1 else "1 seed"
+        axes.plot(points, mean, linestyle=line, color=colour, label=f"{title_of(algorithm)} ({count})")
+        axes.fill_between(points, mean - half, mean + half, color=colour, alpha=0.2, linewidth=0)
+        for columns in seeds.values() if len(seeds) > 1 else ():
+            axes.plot(columns[axis], columns[column], ".", color=colour, markersize=3, alpha=0.6)
         if algorithm in paper:
-            axes.axhline(paper[algorithm], color=colour, linestyle="--", linewidth=0.8, alpha=0.7)
+            axes.axhline(paper[algorithm], color=colour, linestyle="--", linewidth=1, alpha=0.7)
     axes.set(ylim=(0, 102), xlim=(0, None), xlabel=AXES[axis])
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value < 1e6 else f"{value / 1e6:g}M")
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def save(figure, path):
-    figure.savefig(path.with_suffix(".png"), dpi=150)
-    figure.savefig(path.with_suffix(".svg"))
+def draw(panels, path):
+    """One figure with a panel for each (title, ylabel, runs, column, axis, paper) that has a curve."""
+    panels = [p for p in panels if any(not np.isnan(c[p[3]]).all() for seeds in p[2].values() for c in seeds.values())]
+    if not panels:
+        return
+    columns = min(len(panels), 4 if len(panels) % 3 else 3)
+    rows = -(-len(panels) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(3.6 * columns, 3.2 * rows), layout="constrained", squeeze=False)
+    for axes, panel in zip(grid.flat, [*panels, *[None] * (grid.size - len(panels))], strict=True):
+        axes.set_visible(panel is not None)
+        if panel is None:
+            continue
+        title, ylabel, runs, column, axis, paper = panel
+        plot(axes, runs, column, axis, paper)
+        axes.set(title=title, ylabel=ylabel)
+        axes.legend(loc="best", framealpha=0.7, edgecolor="none", fontsize=8)
+    for suffix in (".png", ".svg"):
+        figure.savefig(path.with_suffix(suffix), dpi=120)
     plt.close(figure)
 
 
-def draw(panels, path):
-    """One figure with a panel for each (title, ylabel, runs, column, axis, paper) that has a curve."""
-    panels = [p for p in panels if any(len(over_seeds(seeds, p[3])[0]) for seeds in p[2].values())]
-    if not panels:
-        return
-    rows = 1 if len(panels) < 4 else 2
-    columns = -(-len(panels) // rows)
-    figure, grid = plt.subplots(rows, columns, figsize=(0.6 + 4.4 * columns, 3.6 * rows), layout="constrained")
-    grid = np.atleast_1d(grid).ravel()
-    for axes, (title, ylabel, runs, column, axis, paper) in zip(grid, panels, strict=False):
-        plot(axes, runs, column, axis, paper)
-        axes.set(title=title, ylabel=ylabel)
-        axes.legend(loc="lower right", framealpha=0.8, edgecolor="none", fontsize="small")
-    for axes in grid[len(panels) :]:
-        axes.set_visible(False)
-    save(figure, path)
-
-
-def frozen_and_unfrozen(runs):
-    """The algorithms of the ablation that freezes the discriminator, or nothing."""
-    frozen = {name for name in runs if "+frozen" in name}
-    return {name: runs[name] for name in {*frozen, *(base_of(name) for name in frozen)} & runs.keys()}
-
-
-def ablation_panels(runs):
-    kinds = (("success ratio, %", RATIO), ("goal-discriminator accuracy, %", ACCURACY))
-    return [(ylabel, runs, column, UPDATES, {}) for ylabel, column in kinds]
-
-
-def single_targets(task, runs):
-    """Single-target policies, averaged over their targets for each seed, beside the agent of all targets."""
-    chosen = {}
-    for base in runs.keys() & NAMES.keys():
-        singles = [runs.get(f"{base}+{goal.lower()}", {}) for goal in envs.goals_of(task)]
-        for seed in set.intersection(*map(set, singles)):
-            curves = [single[seed] for single in singles]
-            points = min((columns[UPDATES] for columns in curves), key=lambda updates: updates[-1])
-            mean = [np.mean([np.interp(points, c[UPDATES], c[row]) for c in curves], 0) for row in range(4)]
-            chosen |= {base: runs[base]}
-            chosen.setdefault(f"{base}+single targets", {})[seed] = np.array(mean)
-    return chosen
+# -------------------------------------------------------------------------------------------------------------- tables
 
 
 def table(header, rows):
@@ -312,28 +282,13 @@ def table(header, rows):
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def last_ratios(seeds):
-    return np.array([columns[RATIO, -1] for columns in seeds.values()])
+def last_values(seeds, column=RATIO):
+    return np.array([columns[column, -1] for _, columns in sorted(seeds.items())])
 
 
-def spread(values):
-    return f"{np.mean(values):.1f}" + (f" ± {np.std(values, ddof=1):.1f}" if len(values) > 1 else "")
-
-
-def robust(strata):
-    """The interquartile mean with its interval, if every stratum has three seeds or more."""
-    if min(len(stratum) for stratum in strata) < 3:
-        return "-"
-    low, high = confidence_interval(strata)
-    return f"{interquartile_mean(np.concatenate(strata)):.1f} ({low:.1f} to {high:.1f})"
-
-
-def improvement(ours, theirs):
-    """The probability of improvement on the baseline, averaged over the tasks, if all have three seeds or more."""
-    if min(map(len, (*ours, *theirs))) < 3:
-        return "-"
-    pairs = zip(ours, theirs, strict=True)
-    return f"{np.mean([probability_of_improvement(*pair) for pair in pairs]):.2f}"
+def mean_and_interval(values):
+    half = student_interval(values)
+    return f"**{np.mean(values):.1f}**" + ("" if np.isnan(half) else f" ± {half:.1f}")
 
 
 def in_range(values):
@@ -341,135 +296,184 @@ def in_range(values):
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def ratio_table(runs, paper, algorithms):
-    """The last evaluation of every seed, beside the paper's figure."""
+def single_targets(task, runs):
+    """Policies for one target each, as one algorithm: the mean over the targets, with the updates of all summed."""
+    singles = {}
+    for base in runs.keys() & NAMES.keys():
+        found = [runs.get(f"{base}+{goal.lower()}", {}) for goal in envs.goals_of(task)]
+        for seed in set.intersection(*map(set, found)):
+            curves = [single[seed] for single in found]
+            points = min((columns[UPDATES] for columns in curves), key=lambda updates: updates[-1])
+            rows = [[np.interp(points, c[UPDATES], c[row]) for c in curves] for row in range(4)]
+            merged = [np.sum(r, 0) if row in (UPDATES, STEPS) else np.mean(r, 0) for row, r in enumerate(rows)]
+            singles.setdefault(f"{base}+single targets", {})[seed] = np.array(merged)
+    return singles
+
+
+def without_single_targets(task, runs):
+    goals = [goal.lower() for goal in envs.goals_of(task)]
+    return {algorithm: seeds for algorithm, seeds in runs.items() if algorithm.split("+")[-1] not in goals}
+
+
+def ratio_table(task, runs, settings, paper):
+    """The last evaluation of every seed, its mean with Student's interval, and the paper's figure."""
     rows = []
-    figures = {name: f"{mean} ± {deviation}" for name, (mean, deviation) in zip(algorithms, paper, strict=True)}
-    for algorithm in in_order({*algorithms, *runs}):
-        cells = ["-"] * 7
-        if algorithm in runs:
-            last, all_columns = last_ratios(runs[algorithm]), runs[algorithm].values()
-            better = improvement([last], [last_ratios(runs[algorithms[0]])]) if algorithms[0] in runs else "-"
-            best = f"{np.mean([columns[RATIO].max() for columns in all_columns]):.1f}"
-            lengths = [in_range([columns[axis, -1] for columns in all_columns]) for axis in (UPDATES, STEPS)]
-            better = "-" if algorithm == algorithms[0] else better
-            cells = [spread(last), robust([last]), better, best, str(len(last)), *lengths]
-        rows.append([title_of(algorithm), *cells, figures.get(algorithm, "-")])
-    header = ["algorithm", "last evaluation, %", "IQM (95 %)", f"P(better than {NAMES[algorithms[0]][0]})", "best, %"]
-    return table([*header, "seeds", "updates", "environment steps", "paper, % (5 seeds)"], rows)
+    for algorithm in in_order(runs):
+        columns, values = runs[algorithm].values(), last_values(runs[algorithm])
+        lengths = [in_range([c[axis, -1] for c in columns]) for axis in (UPDATES, STEPS)]
+        version = settings.get((task, algorithm), settings.get((task, base_of(algorithm)), {})).get("version", "-")
+        each = ", ".join(f"{c[RATIO, -1]:.1f} ({seed})" for seed, c in sorted(runs[algorithm].items()))
+        theirs = paper.get(algorithm) or PAPER_ABLATIONS.get((task, algorithm), "-")
+        rows.append([title_of(algorithm), mean_and_interval(values), each, *lengths, str(version), theirs])
+    header = ["algorithm", "mean, %", "each run (seed)", "updates", "environment steps", "version"]
+    return table([*header, "paper, % (5 seeds)"], rows)
+
+
+def efficiency_table(task, runs, algorithms, ratio):
+    """Updates and environment steps to the paper's reference ratio, SRR and SEI, with the spread over the seeds."""
+    paper_updates = dict(zip(algorithms, PAPER_UPDATES.get(task, ()), strict=False))
+    reached = {name: [first_reached(columns, ratio) for columns in seeds.values()] for name, seeds in runs.items()}
+    found = {name: [update for update, _ in each if update is not None] for name, each in reached.items()}
+    baseline, reference = algorithms[0], None
+    if baseline in runs and not any(is_bound for _, is_bound in reached[baseline]):
+        lasts = [columns[UPDATES, -1] for columns in runs[baseline].values()]
+        all_there = len(found[baseline]) == len(lasts)  # else the baseline needs more updates than it made
+        reference = np.mean(found[baseline]) if all_there else np.mean(lasts)
+    rows = []
+    for algorithm in in_order(runs):
+        seeds, updates = runs[algorithm], found[algorithm]
+        cells = [f"{len(updates)} of {len(seeds)}", "-", "-", "-", "-"]
+        if updates:
+            bound = "≤ " if any(is_bound for _, is_bound in reached[algorithm]) else ""
+            pairs = [(u, c) for (u, _), c in zip(reached[algorithm], seeds.values(), strict=True) if u is not None]
+            steps = [np.interp(u, c[UPDATES], c[STEPS]) for u, c in pairs]
+            cells[1:3] = [f"{bound}{spread(updates, ',.0f')}", f"{bound}{np.mean(steps):,.0f}"]
+            if reference is not None and algorithm != baseline and len(updates) == len(seeds):
+                less, more = ("≤ ", "≥ ") if bound or not all_there else ("", "")
+                cells[3] = f"{less}{spread([srr(u, reference) for u in updates], '.1f')}"
+                cells[4] = f"{more}{spread([sei(u, reference) for u in updates], '.0f')}"
+        paper = paper_updates.get(algorithm)
+        theirs = ["-"] * 3
+        if paper:
+            first = paper_updates[baseline]
+            theirs = [f"{paper:,}", f"{srr(paper, first):.2f}", f"{sei(paper, first):.2f}"]
+        rows.append([title_of(algorithm), *cells, *(theirs if paper_updates else [])])
+    header = ["algorithm", "seeds that reach it", "updates", "environment steps", "SRR, %", "SEI, %"]
+    header += ["paper: updates", "paper: SRR, %", "paper: SEI, %"] if paper_updates else []
+    return table(header, rows)
+
+
+def spread(values, form):
+    """Mean and standard deviation over seeds."""
+    return f"{np.mean(values):{form}}" + (f" ± {np.std(values, ddof=1):{form}}" if len(values) > 1 else "")
+
+
+def accuracy_table(runs):
+    """The goal-discriminator's accuracy at the last evaluation."""
+    rows = []
+    for (task, split), here in runs.items():
+        for algorithm in in_order(without_single_targets(task, here)):
+            values = last_values(here[algorithm], ACCURACY)
+            if not np.isnan(values).any():
+                name = f"{task.upper()} {split}" if (task, "unseen") in PAPER_RATIOS else task.upper()
+                theirs = PAPER_ACCURACY.get((task, split), "-") if algorithm == "a3c+gace+gdan" else "-"
+                rows.append([name, title_of(algorithm), mean_and_interval(values), str(len(values)), theirs])
+    return [table(["task", "algorithm", "accuracy, %", "seeds", "paper, %"], rows)] if rows else []
 
 
 def summary_table(runs, family):
-    """All tasks on which every algorithm of a family has runs, taken together."""
-    seen = {key: algorithms for key, algorithms in runs.items() if key[0][0] == family and key[1] == "seen"}
-    here = {key: {a: seeds for a, seeds in r.items() if a in NAMES} for key, r in seen.items()}
+    """All tasks on which every method of a family has three seeds or more, taken together."""
+    here = {key[0]: {a: s for a, s in r.items() if a in NAMES} for key, r in runs.items() if key[1] == "seen"}
+    here = {task: r for task, r in here.items() if task[0] == family and min(map(len, r.values()), default=0) > 2}
     names = set().union(*here.values())
-    common = [key for key, algorithms in here.items() if algorithms.keys() == names]
-    if len(common) < 2 or len(names) < 2:
+    tasks = [task for task, methods in here.items() if methods.keys() == names]
+    if len(tasks) < 2 or len(names) < 2:
         return []
-    strata = {name: [last_ratios(here[key][name]) for key in common] for name in names}
-    baseline = algorithms_of(common[0][0])[0]
+    strata = {name: [last_values(here[task][name]) for task in tasks] for name in names}
+    baseline = algorithms_of(tasks[0])[0]
     rows = []
     for name in in_order(names):
-        better = improvement(strata[name], strata[baseline]) if baseline in names and name != baseline else "-"
-        mean = np.mean([stratum.mean() for stratum in strata[name]])
-        seeds = in_range([len(stratum) for stratum in strata[name]])
-        rows.append([title_of(name), f"{mean:.1f}", robust(strata[name]), better, seeds])
-    title = ", ".join(task.upper() for task, _ in common)
-    header = ["algorithm", "mean, %", "IQM (95 %)", f"P(better than {NAMES[baseline][0]})", "seeds of a task"]
-    return [f"## {title} together", table(header, rows)]
+        low, high = bootstrap_interval(strata[name])
+        middle = interquartile_mean(np.concatenate(strata[name]))
+        better = "-"
+        if baseline in names and name != baseline:
+            pairs = zip(strata[name], strata[baseline], strict=True)
+            better = f"{np.mean([probability_of_improvement(*pair) for pair in pairs]):.2f}"
+        rows.append([title_of(name), f"{middle:.1f} ({low:.1f} to {high:.1f})", better])
+    header = ["algorithm", "interquartile mean (95 %)", f"P(better than {NAMES[baseline][0]})"]
+    return [f"### {', '.join(task.upper() for task in tasks)} together", table(header, rows)]
 
 
-def efficiency_table(args, task, runs, algorithms):
-    """Updates to the reference ratio, SRR and SEI, beside the paper's."""
-    reference = args.reference_algorithm if args.reference_algorithm in algorithms else algorithms[0]
-    curves = {name: over_seeds(seeds, RATIO)[:2] for name, seeds in runs.items()}
-    paper_ratio, paper_updates = PAPER_UPDATES.get(task, (None, (None,) * 5))
-    ratio = args.reference_ratio
-    note = "as asked for"
-    if ratio is None and reference in curves and len(curves[reference][0]):
-        ratio, note = curves[reference][1].max(), f"the best of {NAMES[reference][0]}"
-    if ratio is None:
-        ratio, note = paper_ratio, f"the paper's, because there is no run of {NAMES[reference][0]}"
-    if ratio is None:
-        return None
-    needed = {name: first_reached(*curve, ratio) for name, curve in curves.items()}
-    reference_updates, paper_reference = needed.get(reference), paper_updates[algorithms.index(reference)]
-    # Reached by the first evaluation: the true number of updates may be smaller.
-    early = {name for name, (updates, _) in curves.items() if len(updates) and needed[name] == updates[0]}
-    rows = []
-    for algorithm in in_order({*algorithms, *runs}):
-        paper = dict(zip(algorithms, paper_updates, strict=True)).get(algorithm)
-        ours = [""] * 4
-        if algorithm in curves and len(curves[algorithm][0]):
-            count = needed[algorithm]
-            at_most, at_least = ("≤ ", "≥ ") if algorithm in early else ("", "")
-            ours[0] = f"not reached in {curves[algorithm][0][-1]:,.0f}"
-            if count is not None:
-                steps = [np.interp(count, columns[UPDATES], columns[STEPS]) for columns in runs[algorithm].values()]
-                ours[:2] = [f"{at_most}{count:,.0f}", f"{at_most}{np.mean(steps):,.0f}"]
-                if algorithm == reference:
-                    ours[2:] = ["100.00", "0.00"]
-                elif reference_updates is not None and reference not in early:
-                    ours[2] = f"{at_most}{srr(count, reference_updates):.2f}"
-                    ours[3] = f"{at_least}{sei(count, reference_updates):.2f}"
-        theirs = ["-"] * 3 if paper_reference else []
-        if paper:
-            theirs = [f"{paper:,}", f"{srr(paper, paper_reference):.2f}", f"{sei(paper, paper_reference):.2f}"]
-        rows.append([title_of(algorithm), *(cell or "-" for cell in ours), *theirs])
-    header = ["algorithm", "updates", "environment steps", "SRR, %", "SEI, %"]
-    if paper_reference:
-        header += [f"paper: updates to {paper_ratio} %", "paper: SRR, %", "paper: SEI, %"]
-    return f"Reference: {ratio:.2f} % ({note}).\n\n" + table(header, rows)
+NOTE = """Success ratio at the last evaluation: every seed, the mean, and from three seeds on Student's 95 % interval of
+the mean. A ratio counts as reached when two evaluations in a row reach it."""
+
+
+def make_report(runs, settings, left_out, out):
+    """Draws the figures into a folder and returns the tables as Markdown."""
+    sections, panels, accuracies = [NOTE], {}, {}
+    for (task, split), paper in PAPER_RATIOS.items():
+        if (task, split) not in runs:
+            continue
+        here, algorithms = runs[task, split], algorithms_of(task)
+        two_splits = (task, "unseen") in PAPER_RATIOS
+        title = f"{task.upper()} {split}" if two_splits else task.upper()
+        name = f"{task}_{split}" if two_splits else task
+        theirs = dict(zip(algorithms, paper, strict=True))
+        ends = {algorithm: float(figure.split()[0]) for algorithm, figure in theirs.items()}
+        shown = without_single_targets(task, here) | single_targets(task, here)
+        frozen = {a: seeds for a, seeds in here.items() if "+frozen" in a}
+        methods = {a: seeds for a, seeds in here.items() if a in NAMES}
+        success, accuracy = "success ratio, %", "goal-discriminator accuracy, %"
+        curves = {a: seeds for a, seeds in shown.items() if a not in frozen}
+        draw([(title, success, curves, RATIO, axis, ends) for axis in (UPDATES, STEPS)], out / f"{name}_success")
+        panels[title] = (title, success, methods, RATIO, STEPS, ends)
+        accuracies.setdefault(task, []).append((title, accuracy, shown, ACCURACY, UPDATES, {}))
+        if frozen:  # Figure 4: beside the unfrozen method and the plain baseline
+            beside = frozen | {a: here[a] for a in (algorithms[0], *map(base_of, frozen)) if a in here}
+            kinds = ((success, RATIO), (accuracy, ACCURACY))
+            draw([(title, label, beside, column, UPDATES, {}) for label, column in kinds], out / f"{name}_frozen")
+        sections += [f"### {title}", ratio_table(task, shown, settings, theirs)]
+        if split == "seen":
+            sections.append(f"Sample efficiency at {paper[0].split()[0]} %, the paper's {NAMES[algorithms[0]][0]}:")
+            sections.append(efficiency_table(task, shown, algorithms, ends[algorithms[0]]))
+    for family in ("v", "r"):
+        sections += summary_table(runs, family)
+    if rows := accuracy_table({key: runs[key] for key in PAPER_RATIOS if key in runs}):
+        sections += ["### Accuracy of the goal-discriminator at the last evaluation", *rows]
+    if left_out:
+        sections += ["### Not merged", "\n".join(f"- {line}" for line in left_out)]
+    draw(list(panels.values()), out / "all_tasks")
+    for task, panel in accuracies.items():
+        draw(panel, out / f"{task}_discriminator")
+    return "\n\n".join(sections) + "\n"
+
+
+def include(report, readme):
+    """Writes the report between the two marker lines of a page."""
+    first, last = "<!-- report -->\n", "<!-- end of report -->"
+    before, rest = readme.read_text().split(first)
+    after = rest.split(last)[1]
+    readme.write_text(f"{before}{first}\n{report}\n{last}{after}")
 
 
 def main():
     args = tyro.cli(Args, description=__doc__)
-    if args.reference_algorithm and args.reference_algorithm not in NAMES:
-        raise SystemExit(f"unknown algorithm {args.reference_algorithm!r}; use one of {', '.join(NAMES)}")
-    runs, skipped = read_all(args.paths)
-    for line in skipped:
-        print(f"skipped {line}")
+    runs, settings, left_out = read_all(args.paths)
     if not runs:
-        raise SystemExit(f"no metrics in {', '.join(map(str, args.paths))}: train something first")
+        reasons = "".join(f"\n{line}" for line in left_out[:1])
+        raise SystemExit(f"no metrics in {', '.join(map(str, args.paths))}: train something first{reasons}")
     try:
         args.out.mkdir(parents=True, exist_ok=True)
+        report = make_report(runs, settings, left_out, args.out)
+        (args.out / "report.md").write_text(report)
     except OSError as error:
         raise SystemExit(f"cannot write into {args.out}: {error.strerror}") from None
-    sections, panels, accuracies = ["# Report", NOTE], {}, {}
-    for (task, split), paper in PAPER_RATIOS.items():
-        if (task, split) not in runs:
-            continue
-        here = runs[task, split]
-        algorithms = algorithms_of(task)
-        two_splits = (task, "unseen") in PAPER_RATIOS
-        title = f"{task.upper()} {split}" if two_splits else task.upper()
-        name = f"{task}_{split}" if two_splits else task
-        ends = {name: mean for name, (mean, _) in zip(algorithms, paper, strict=True)}
-        success = "success ratio, %"
-        # Ablations of the discriminator and single targets have figures of their own.
-        apart = {a for a in here if "+frozen" in a or a.split("+")[-1] in envs.goals_of("r3")}
-        curves = {algorithm: seeds for algorithm, seeds in here.items() if algorithm not in apart}
-        draw([(title, success, curves, RATIO, axis, ends) for axis in (UPDATES, STEPS)], args.out / f"{name}_success")
-        methods = {algorithm: seeds for algorithm, seeds in here.items() if algorithm in NAMES}
-        panels[title] = (title, success, methods, RATIO, UPDATES, ends)
-        accuracies.setdefault(task, []).append((title, "goal-discriminator accuracy, %", here, ACCURACY, UPDATES, {}))
-        ablation = frozen_and_unfrozen(here)
-        draw([(title, *rest) for rest in ablation_panels(ablation)], args.out / f"{name}_frozen")
-        draw([(title, success, single_targets(task, here), RATIO, UPDATES, {})], args.out / f"{name}_single_targets")
-        sections += [f"## {title}: success ratio", ratio_table(here, paper, algorithms)]
-        efficiency = efficiency_table(args, task, here, algorithms) if split == "seen" else None
-        if efficiency:
-            sections += [f"## {title}: sample efficiency", efficiency]
-    for family in ("v", "r"):
-        sections += summary_table(runs, family)
-    draw(list(panels.values()), args.out / "all_tasks")
-    for task, panel in accuracies.items():
-        draw(panel, args.out / f"{task}_discriminator")
-    report = "\n\n".join(sections) + "\n"
-    (args.out / "report.md").write_text(report)
     print(report)
     print(f"wrote {args.out}/report.md and its figures")
+    for readme in (path / "README.md" for path in args.paths if path.is_dir()):
+        if readme.exists() and "<!-- report -->\n" in readme.read_text():
+            include(report, readme)
+            print(f"wrote the tables into {readme}")
 
 
 if __name__ == "__main__":

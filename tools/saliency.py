@@ -138,6 +138,7 @@ class DoomAgent:
     def begin(self):
         self.memory = torch.zeros(2, 1, 256)
 
+    @torch.no_grad()
     def look(self, observation):
         """The action, its name, and both maps."""
         image, goal = observation["image"], torch.tensor([int(observation["goal"])])
@@ -145,7 +146,7 @@ class DoomAgent:
         def network(images):
             memory = self.memory.expand(-1, len(images), -1)
             images = a3c_gace_vizdoom.crop(images) if self.rad else images
-            return self.agent.act(images, goal.expand(len(images)), memory)
+            return self.agent(images, goal.expand(len(images)), memory)[:3]
 
         maps = saliency_maps(lambda images: network(images)[:2], image)
         logits, _, self.memory = network(torch.from_numpy(image)[None])
@@ -179,7 +180,7 @@ class UR5Agent:
             goals = goal.expand(len(images))
             images = sac_gace_ur5.crop(images) if self.agent.curl else images
             features = self.agent.feature_extractor(images.contiguous(memory_format=torch.channels_last))
-            query = self.agent.goal_discriminator.query(features)
+            query = self.agent.goal_discriminator[:2](features)
             actions = self.agent.actor(features, query, goals, explore=False)[0]
             values = self.agent.critic(features, query, goals, action.expand(len(images), -1))
             return actions, values.min(0).values
