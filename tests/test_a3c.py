@@ -283,6 +283,21 @@ def test_auto_labelling():
     episode.env.close()
 
 
+def test_playing_remembers_each_episode():
+    """Episodes of different lengths in one batch take the actions that the pass over each of them prefers."""
+    agent, episodes = make_agent(gdan=True), [a3c.Episode(a3c.Args()) for _ in range(5)]
+    for parameter in agent.parameters():
+        torch.nn.init.normal_(parameter.data, std=0.1)
+    for seed, episode in enumerate(episodes):
+        episode.begin([seed])
+    a3c.play(agent, episodes, "greedy")
+    for episode in episodes:
+        goals = torch.full((len(episode.actions),), episode.goal)
+        assert agent(torch.from_numpy(np.stack(episode.images)), goals)[0].argmax(-1).tolist() == episode.actions
+        episode.env.close()
+    assert len({len(episode.actions) for episode in episodes}) > 1
+
+
 class LongEpisode:
     """An episode of 3,000 steps without an environment."""
 
