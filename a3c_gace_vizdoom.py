@@ -558,7 +558,7 @@ def load_checkpoint(path):
     if not Path(path).is_file():
         raise SystemExit(f"{path} is not a file")
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    args = Args(**checkpoint["args"])
+    args = Args(**({"version": 1} | checkpoint["args"]))
     agent = Agent(args)
     agent.load_state_dict(checkpoint["agent"])  # converts the 16-bit agents in results/
     return checkpoint, args, agent
@@ -606,6 +606,7 @@ def train(args, run_folder, agent, saved):
     workers = [context.Process(target=worker, args=(i, *arguments), daemon=True) for i in range(args.num_workers)]
     # Workers keep freed memory. Otherwise, new memory pages take a seventh of an update.
     os.environ |= {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**29)}
+    bar = tqdm(total=args.total_updates, initial=int(counters["updates"]), unit=" updates", **BAR)
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers inherit it: Ctrl-C is for the main process
         for process in workers:
@@ -613,7 +614,6 @@ def train(args, run_folder, agent, saved):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if args.aux == "gace" and not run["goal_states"]:
             run["goal_states"] = {split: collect_goal_states(args, split) for split in splits}
-        bar = tqdm(total=args.total_updates, initial=int(counters["updates"]), unit=" updates", **BAR)
         evaluated = run["rows"][-1]["update"] if run["rows"] else 0
         while evaluated < args.total_updates:
             time.sleep(0.5)
@@ -653,8 +653,8 @@ def train(args, run_folder, agent, saved):
                 last_save = save()
             if time.monotonic() - last_save > args.checkpoint_every:
                 last_save = save()
-        bar.close()
     finally:
+        bar.close()
         for process in mp.active_children():
             process.kill()
             process.join()

@@ -71,7 +71,7 @@ class Args:  # the defaults are ours; where the paper has another value, it stan
     action_penalty: float = 1e-3  # penalty on squared actions before the tanh (SAC: 0, with which actions saturate)
     n_step: int = 5  # rewards summed in the critic's target before bootstrapping (SAC: 1)
     num_envs: int = 8  # environments that act in one batch (Algorithm 1: 1)
-    env_steps_per_update: int = 32  # at least --num-envs (Algorithm 1 does not say; SAC: 1)
+    env_steps_per_update: int = 32  # environment steps per update, at least --num-envs (SAC: 1)
     ae_coef: float = 100.0  # coefficient of the AE loss; its gradient on the encoder is about the critic loss's
     curl_coef: float = 0.02  # coefficient of the CURL loss, chosen in the same way
     augment: bool = True  # mirror and shift goal states at random (paper: no)
@@ -99,8 +99,7 @@ class Args:  # the defaults are ours; where the paper has another value, it stan
             raise SystemExit("--gdan needs --aux gace, and --concat-query needs --gdan")
         if self.fixed_goal not in (None, *(goals := envs.goals_of(self.task))):
             raise SystemExit(f"unknown --fixed-goal {self.fixed_goal}; use one of {', '.join(goals)}")
-        if self.num_envs > self.env_steps_per_update:
-            raise SystemExit(f"{self.num_envs} environments need --env-steps-per-update {self.num_envs} or more")
+        self.env_steps_per_update = max(self.env_steps_per_update, self.num_envs)
 
 
 PAPER = {"paper": True, "warmup": 10_000, "replay_size": 1_000_000, "learning_rate": 7e-5, "n_step": 1}
@@ -246,14 +245,14 @@ class Agent(nn.Module):
 
 
 # ------------------------------------------------------------------------------------- replay buffer and goal storage
-def disk_array(path, dtype, length, resumed):
-    """Returns an array in a file, which grows if a resumed run goes on for more updates."""
+def disk_array(path, dtype, length, count):
+    """Returns an array in a file. It grows if a resumed run goes on for more updates, and the ring is not full yet."""
     size = length * np.dtype(dtype).itemsize
-    with open(path, "r+b" if resumed else "wb") as file:
-        missing = size - file.seek(0, os.SEEK_END)
-        if missing > shutil.disk_usage(path.parent).free:  # posix_fallocate would fill the disk first
-            raise OSError(f"no room for {path} ({size / 1e9:.1f} GB): use a smaller --replay-size")
-        if missing > 0:
+    with open(path, "r+b" if count else "wb") as file:
+        old_size = file.seek(0, os.SEEK_END)
+        if size - old_size > shutil.disk_usage(path.parent).free:  # posix_fallocate would fill the disk first
+            raise OSError(f"no room for {path} ({size / 1e9:.1f} GB): use a smaller --replay-size, --goal-storage-size")
+        if old_size < size and count * np.dtype(dtype).itemsize <= old_size:
             os.posix_fallocate(file.fileno(), 0, size)
     return np.memmap(path, dtype, "r+")
 
@@ -268,8 +267,8 @@ class ReplayBuffer:
         frame = ("u1", (height, width, channels))  # channels last, as the encoder reads it
         step = [("action", "f4", actions), ("reward", "f4"), ("goal", "u1"), ("terminal", "?"), ("usable", "?")]
         length = max(capacity // num_envs, 4) * num_envs
-        self.frames = disk_array(folder / "replay_frames.bin", frame, length, count > 0)
-        self.steps = disk_array(folder / "replay_steps.bin", step, length, count > 0)
+        self.frames = disk_array(folder / "replay_frames.bin", frame, length, count)
+        self.steps = disk_array(folder / "replay_steps.bin", step, length, count)
         self.capacity, self.num_envs, self.count = len(self.steps), num_envs, count  # count: frames ever added
 
     def add(self, images, steps):
@@ -303,7 +302,7 @@ class GoalStorage:  # goal states and their labels
     def __init__(self, folder, image_shape, capacity, count=0):
         channels, height, width = image_shape
         record = [("image", "u1", (height, width, channels)), ("label", "u1")]
-        self.records = disk_array(folder / "goal_states.bin", record, capacity, count > 0)
+        self.records = disk_array(folder / "goal_states.bin", record, capacity, count)
         self.count = count  # goal states ever added
 
     def add(self, image, label):
@@ -533,7 +532,7 @@ def load_checkpoint(path):
     if not Path(path).is_file():
         raise SystemExit(f"{path} is not a file")
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    args = Args(**checkpoint["args"])
+    args = Args(**({"version": 1} | checkpoint["args"]))
     agent = Agent(args).eval()
     agent.load_state_dict(checkpoint["agent"])  # converts the 16-bit agents in results/
     return checkpoint, args, agent
@@ -565,7 +564,7 @@ def train(args, run_folder, agent, run):
     # Room for what the run can fill, if its episodes have three steps or more on average, and one frame more
     image_shape, _, num_actions = sizes(args.task)
     steps = args.warmup + args.total_updates * args.env_steps_per_update
-    frames, goal_states = min(args.replay_size, steps * 4 // 3), min(args.goal_storage_size, steps // 3)
+    frames, goal_states = min(args.replay_size, steps * 4 // 3), min(args.goal_storage_size, 1 + steps // 3)
     replay = ReplayBuffer(run_folder, image_shape, num_actions, frames, args.num_envs, counters["replay"])
     storage = GoalStorage(run_folder, image_shape, goal_states if args.aux == "gace" else 1, counters["goals"])
     players = [Player(args) for _ in range(args.num_envs)]
@@ -593,14 +592,15 @@ def train(args, run_folder, agent, run):
         signal.signal(number, lambda received, frame: signals.append(received))
     bar = tqdm(total=args.total_updates, initial=counters["updates"], unit=" updates", **BAR)
     while counters["updates"] < args.total_updates and not signals:
-        # Act and store
-        # The paper's warm-up of 10,000 has no unit. We count steps: 10,000 goal states would take 5 million.
+        # Act and store. The paper's warm-up of 10,000 has no unit; we count steps: 10,000 goal states take 5 million.
         warming_up = counters["env_steps"] < args.warmup or (args.aux == "gace" and not storage.count)
         images, goals = np.stack([player.image for player in players]), [player.goal for player in players]
         if warming_up:
             actions = rng.uniform(-1, 1, (args.num_envs, num_actions)).astype(np.float32)
         else:
             actions = agent.act(images, goals, explore=True)
+        if not np.isfinite(actions).all():
+            raise FloatingPointError("an action is not finite")
         steps = np.zeros(args.num_envs, replay.steps.dtype)
         steps["action"], steps["goal"] = actions, goals
         env_steps_before = counters["env_steps"]
@@ -674,7 +674,8 @@ def main():
     for option, size in ((-1, 2**30), (-3, 2**29)) if sys.platform == "linux" else ():  # M_TRIM_ and M_MMAP_THRESHOLD
         ctypes.CDLL(None).mallopt(option, size)  # keep freed memory: new pages would take as long as the arithmetic
     resume = f"python {sys.argv[0]} --resume {run_folder}"
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGTERM acts as Ctrl-C, also if a shell has switched that off
+        signal.signal(number, signal.default_int_handler)
     try:
         run_folder.mkdir(parents=True, exist_ok=bool(saved))
         fcntl.flock(os.open(run_folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends

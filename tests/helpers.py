@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=300):
     """Returns whether the condition was met in time. Patience costs nothing when it is, and machines are busy."""
     end = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < end:
@@ -109,7 +109,7 @@ class Run:
         command = [sys.executable, *program, *map(str, arguments)]
         self.process = subprocess.Popen(command, cwd=folder, env=environment, **pipes, **options)
 
-    def wait(self, seconds=300):
+    def wait(self, seconds=900):
         self.output = self.process.communicate(timeout=seconds)[0]
         return self.process.returncode
 

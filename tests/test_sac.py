@@ -283,26 +283,16 @@ def test_last_state_of_a_success_has_its_goal_and_of_a_time_out_the_negative_lab
 @pytest.mark.slow
 @pytest.mark.parametrize("epsilon_n", (0, 1))
 def test_run_stores_all_successes_and_some_time_outs(tmp_path, monkeypatch, epsilon_n):
-    """Every stored state is the last of an episode: of a success, with its goal, or of a time-out, as a negative, with
-    probability epsilon_n. Nothing of an episode that ended on another box is stored. Nothing else is left out."""
+    """Time-outs are stored with probability epsilon_n, and nothing of an episode that ended on another box."""
     given = [*TINY[sac], "--warmup", 2500, "--replay-size", 5000, "--fixed-goal", "green", "--epsilon-n", epsilon_n]
     run_folder, run = run_in_process(sac, tmp_path, monkeypatch, *given, "--total-updates", 1)
-    replay = new_replay(run_folder, 8, 8, run["counters"]["replay"])
+    steps = new_replay(run_folder, 8, 8, run["counters"]["replay"]).steps[: run["counters"]["replay"]]
+    ends = steps[steps["usable"] & (steps["terminal"] | (steps["reward"] < -0.05))]  # the last steps of episodes
+    successes, time_outs = ends["reward"] > 0.5, ~ends["terminal"]
+    assert (steps["goal"] == 1).all() and successes.sum() > 1 and (~successes & ~time_outs).sum() > 1
+    expected = np.where(successes, 1, 3)[successes | (time_outs & bool(epsilon_n))]
     storage = sac.GoalStorage(run_folder, SHAPE, 8, run["counters"]["goals"])
-    expected, outcomes = [], set()  # label and frame; an episode that has just ended has not stored its last frame yet
-    for end in range(8, replay.count + 8):
-        before = replay.steps[end - 8]
-        frame = replay.frames[end] if end < replay.count else None
-        if before["usable"] and (before["terminal"] or before["reward"] < -0.05):  # the last step of an episode
-            assert before["goal"] == 1 and (frame is None or not replay.steps["usable"][end])
-            outcome = "success" if before["reward"] > 0.5 else "other box" if before["terminal"] else "time-out"
-            outcomes.add(outcome)
-            if outcome == "success" or (outcome == "time-out" and epsilon_n):
-                expected.append((1 if outcome == "success" else 3, frame))
-    assert outcomes == {"success", "other box", "time-out"}
-    assert storage.count == len(expected) > (40 if epsilon_n else 0)
-    for record, (label, frame) in zip(storage.records, expected, strict=False):
-        assert record["label"] == label and (frame is None or np.array_equal(record["image"], frame))
+    assert storage.records["label"][: storage.count].tolist() == expected.tolist()
 
 
 # ------------------------------------------------------------------------------------------------------ as a user does
@@ -346,6 +336,7 @@ def test_resumed_run_is_the_same_as_an_uninterrupted_one(function, number, flags
         assert str(row | {"seconds": 0}) == str(expected | {"seconds": 0})  # nan is not equal to nan
 
 
+@pytest.mark.slow
 def test_missing_renderer_is_a_line_or_two(tmp_path, monkeypatch):
     monkeypatch.setenv("MUJOCO_GL", "disabled")
     run = Run(tmp_path, Path(sac.__file__).name, *TINY[sac])

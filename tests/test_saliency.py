@@ -102,7 +102,7 @@ def test_sheet_and_video_of_both_kinds_of_agent(tmp_path, monkeypatch):
         (["r1.pt", "--goal", "green"], (964, 480), (480, 480)),
     ]:
         call(saliency, monkeypatch, *arguments, "--episodes", "1", "--frames", "2")
-        name = Path(arguments[0]).stem + ("_saliency_unseen" if "unseen" in arguments else "_saliency_seen")
+        name = "videos/" + Path(arguments[0]).stem + ("_saliency_unseen" if "unseen" in arguments else "_saliency_seen")
         with Image.open(tmp_path / f"{name}.png") as png:
             assert png.size == sheet
         with Image.open(tmp_path / f"{name}.gif") as gif:

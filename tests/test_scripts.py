@@ -139,7 +139,6 @@ def test_bad_input_is_answered_in_a_line(script, tmp_path, monkeypatch):
         cases |= {
             "--concat-query": "--concat-query needs --gdan",
             "--fixed-goal pink": "unknown --fixed-goal pink; use one of red, green, blue",
-            "--env-steps-per-update 4": "8 environments need --env-steps-per-update 8 or more",
         }
     for flags, expected in cases.items():
         answer = answer_of(script, monkeypatch, *flags.split())
@@ -331,7 +330,7 @@ def test_run_of_another_version_or_of_another_process_is_refused(finished, tmp_p
 def test_interrupted_run_leaves_nothing_behind_and_goes_on(script, how, tmp_path, monkeypatch):
     several = ["--num-workers", "2"] if script is a3c else []
     with Run(tmp_path, Path(script.__file__).name, *TINY[script], "--gdan", *several, *ENDLESS) as run:
-        assert wait_until(lambda: run.updates() >= 4, 120)
+        assert wait_until(lambda: run.updates() >= 4, 600)
         assert script is sac or engines(run.marker)
         if how == "SIGKILL":
             run.process.kill()
@@ -355,7 +354,7 @@ def test_interrupted_run_leaves_nothing_behind_and_goes_on(script, how, tmp_path
 def test_ctrl_c_in_the_first_seconds(script, tmp_path):
     """The script is collecting the states to measure the accuracy on."""
     with Run(tmp_path, Path(script.__file__).name, *TINY[script], *ENDLESS, "--accuracy-states", "100000") as run:
-        assert wait_until(lambda: run.updates() == 0 and len(engines(run.marker)) >= (2 if script is a3c else 0), 120)
+        assert wait_until(lambda: run.updates() == 0 and len(engines(run.marker)) >= (2 if script is a3c else 0), 600)
         os.killpg(run.process.pid, signal.SIGINT)
         assert run.wait() == 0 and "Traceback" not in run.output, run.output
         assert "--resume" in run.output and wait_until(lambda: not run.descendants())
@@ -365,15 +364,13 @@ def test_ctrl_c_in_the_first_seconds(script, tmp_path):
 @BOTH
 def test_loss_that_is_not_finite_keeps_the_last_checkpoint(script, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    flags = ["--aux", "none", "--eval-every", "1000", "--total-updates", "1000"]
-    if script is a3c:
-        flags += ["--learning-rate", "1e6", "--learning-rate-warmup", "0"]
-    else:  # a large learning rate makes actions nan before parameters
-        monkeypatch.setattr(sac, "critic_loss", lambda values, targets: values.mean() * math.nan)
+    flags = ["--aux", "none", "--eval-every", "1000", "--total-updates", "1000", "--learning-rate", "1e6"]
+    flags += ["--learning-rate-warmup", "0"] if script is a3c else []
     answer = answer_of(script, monkeypatch, *TINY[script], *flags)
-    expected = {a3c: "a worker died: its error stands above", sac: "a parameter is not finite"}[script]
+    expected = {a3c: "a worker died: its error stands above", sac: "is not finite"}[script]
     assert expected in answer and "go on with: python script.py --resume runs/" in answer
     assert ("FloatingPointError: the loss is not finite" in capfd.readouterr().err) == (script is a3c)
+    assert not a3c.mp.active_children()
     (path,) = Path("runs").glob("*/checkpoint.pt")
     assert all(torch.isfinite(tensor).all() for tensor in torch.load(path)["agent"].values())
 

@@ -32,7 +32,7 @@ class Args:
     goal: str | None = None
     """play this goal only, by name"""
     episodes: int | None = None
-    """episodes to play; by default those of the script's own evaluation, or 3 for a video"""
+    """episodes to play; by default those of the script's own evaluation, or one of each goal for a video"""
     details: bool = False
     """also print how the episodes end, by goal and by the place of the goal"""
     video: bool = False
@@ -71,8 +71,7 @@ class Player:
         """Returns the action and its name."""
         image, goal = observation["image"][None], [int(observation["goal"])]
         if self.trained.task in envs.R_TASKS:
-            action = self.agent.act(image, goal, explore=False)[0]
-            return action, " ".join(f"{speed:+.1f}" for speed in action)
+            return self.agent.act(image, goal, explore=False)[0], ""
         image = torch.from_numpy(a3c_gace_vizdoom.crop(image) if self.trained.aux == "rad" else image)
         logits, _, self.memory, _ = self.agent(image, torch.tensor(goal), self.memory)
         action = int(logits.argmax())
@@ -123,21 +122,26 @@ def details_of(endings):
 
 
 def film(trained, agent, split, goal, episodes):
-    """Returns the pictures of some episodes, and how many milliseconds each is shown."""
+    """Returns the pictures of episodes with seeds 1, 2 ..., a goal after the other, and how many milliseconds each is
+    shown."""
     env = gym.make(f"gace/{trained.task.upper()}-v0", split=split, render_mode="rgb_array")
     player, frames, durations = Player(trained, agent), [], []
     for seed in range(1, episodes + 1):
-        observation, info = env.reset(seed=seed, options={"goal": goal} if goal else None)
+        goals = [goal] if goal else env.unwrapped.names
+        observation, info = env.reset(seed=seed, options={"goal": goals[(seed - 1) % len(goals)]})
         target = picture_of_goal(env.unwrapped, seed) if trained.task in envs.V_TASKS else None
         player.begin()
         over = False
         while not over:
             action, name = player.act(observation)
-            frames.append(caption(env.render(), f"{info['instruction']}   {name}", target))
+            picture = env.render()
+            frames.append(caption(picture, f"{info['instruction']}   {name}", target))
             observation, _, terminated, truncated, result = env.step(action)
             over = terminated or truncated
         outcome = outcome_of(result, terminated)
-        last = caption(env.render(), f"{info['instruction']}   {outcome}", target)
+        if trained.task in envs.R_TASKS:
+            picture = env.render()  # in Doom, an object that was reached is gone, and one would see a wall
+        last = caption(picture, f"{info['instruction']}   {outcome}", target)
         frames.append(ImageOps.expand(ImageOps.crop(last, 8), 8, OUTCOMES[outcome]))
         durations += [150 if trained.task in envs.V_TASKS else 300] * (len(frames) - len(durations) - 1) + [1000]
     env.close()
@@ -180,7 +184,8 @@ def main():
             run = args.checkpoint.parent if args.checkpoint.stem == "checkpoint" else args.checkpoint
             path = Path("videos", f"{run.resolve().name.removesuffix('.pt')}_{split}.gif")
             path.parent.mkdir(exist_ok=True)
-            frames, durations = film(trained, agent, split, goal, args.episodes or 3)
+            number = args.episodes or (1 if goal else len(envs.goals_of(trained.task)))
+            frames, durations = film(trained, agent, split, goal, number)
             frames[0].save(path, save_all=True, append_images=frames[1:], duration=durations, loop=0)
             print(f"wrote {path}")
             continue

@@ -330,7 +330,7 @@ def main():
             state = f"{run.updates():,} of {run.total_updates:,} updates, about {hours} left"
             print(f"{run.name}  {'finished' if run.updates() >= run.total_updates else state}")
         total = sum(hours_left(run, args.cpus_per_run) for run in plan)
-        print(f"{len(plan)} runs, about {total:.0f} hours of {args.cpus_per_run} cores each")
+        print(f"{len(plan)} runs, about {total:.0f} hours in all, one after another with {args.cpus_per_run} cores")
         return
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell switches it off for a command ended by &

@@ -6,7 +6,7 @@
 
 A small patch of the frame is blurred, and how far the policy and the value move is the saliency of that patch: policy
 in blue, value in red, both in purple. The goal is circled in yellow, the other objects in green. Writes a sheet of
-frames (PNG) and the episodes (GIF) beside the first checkpoint.
+frames (PNG) and the episodes (GIF) into videos/.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from tqdm import tqdm
 import a3c_gace_vizdoom
 import envs
 import sac_gace_ur5
-from tools.enjoy import check_choice, load_agent
+from tools.enjoy import check_choice, load_agent, outcome_of
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Args:
     seed: int = 1
     """seed of the first episode"""
     out: Path | None = None
-    """file name without its ending; by default that of the first checkpoint with _saliency_ and the split"""
+    """file name without its ending; by default videos/ and the name of the first run with _saliency_ and the split"""
 
 
 # ------------------------------------------------------------------------------------------------------------ saliency
@@ -234,8 +234,10 @@ def play(args, path, script, trained, agent):
             picture, objects = player.picture(env), player.objects(env)
             action, what, maps = player.look(observation)
             steps.append((picture, maps, objects, int(observation["goal"]), f"{name}{info['instruction']}: {what}"))
-            observation, _, terminated, truncated, _ = env.step(action)
+            observation, _, terminated, truncated, result = env.step(action)
             over = terminated or truncated
+        *last, words = steps[-1]
+        steps[-1] = (*last, f"{words}, {outcome_of(result, terminated)}")
         episodes.append(steps)
     env.close()
     # One scale for all frames of an agent, so that what moves it little looks like little.
@@ -262,6 +264,7 @@ def main():
         raise SystemExit("give one checkpoint or more, for example runs/RUN/checkpoint.pt")
     agents = [load_agent(path) for path in args.checkpoints]
     args.task = args.task or agents[0][2].task
+    args.goal = args.goal or getattr(agents[0][2], "fixed_goal", None)
     for _, _, trained, _ in agents:
         if args.task[0] != trained.task[0]:
             family = ", ".join(envs.V_TASKS if trained.task in envs.V_TASKS else envs.R_TASKS)
@@ -284,9 +287,11 @@ def main():
         for index in range(max(map(len, side_by_side))):  # an agent that is done shows its last frame
             film.append(paste([[frames[min(index, len(frames) - 1)] for frames in side_by_side]]))
     first = args.checkpoints[0]
-    out = args.out or first.with_name(f"{first.stem}_saliency_{args.split}")
+    run = first.parent.name if first.stem == "checkpoint" else first.stem
+    out = args.out or Path("videos", f"{run}_saliency_{args.split}")
     png, gif = out.with_name(out.name + ".png"), out.with_name(out.name + ".gif")
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         paste(rows).save(png)
         film[0].save(gif, save_all=True, append_images=film[1:], duration=250, loop=0)
     except OSError as error:
