@@ -107,7 +107,7 @@ class Run:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
         program = [str(ROOT / script)] if str(script).endswith(".py") else ["-m", script]
         command = [sys.executable, *program, *map(str, arguments)]
-        self.process = subprocess.Popen(command, cwd=folder, env=environment, **pipes, **options)
+        self.process = subprocess.Popen(command, cwd=folder, env=environment, **(pipes | options))
 
     def wait(self, seconds=900):
         self.output = self.process.communicate(timeout=seconds)[0]

@@ -7,13 +7,10 @@ the ratio holds on a machine that other programs slow down.
 
 The limit of a V task is its engine alone: 4 tics, each followed by reading screen and depth. That of an R task is 16
 physics steps and one 84x84 image. The last column compares `reset()` with the engine's `new_episode()`.
-
 The limit of training is, for A3C, the engine's time for the steps of an episode and the arithmetic of the convolutions;
-for SAC, that arithmetic alone, at the rate of one large matrix product. The first update follows a warm-up of 60 goal
-states or 1,000 steps; it is seen up to 3 s late, at the next checkpoint.
+for SAC, that arithmetic alone, at the rate of one large matrix product.
 """
 
-import contextlib
 import os
 import signal
 import statistics
@@ -36,10 +33,8 @@ import sac_gace_ur5 as sac
 
 @dataclass
 class Args:
-    tasks: tuple[str, ...] = ("v1", "v2", "v3", "v4", "r1", "r2", "r3")
-    """the tasks to measure"""
-    seconds: float = 10.0
-    """time to spend on each measurement"""
+    tasks: tuple[str, ...] = ("v1", "v2", "v3", "v4", "r1", "r2", "r3")  # the tasks to measure
+    seconds: float = 10.0  # time to spend on each measurement
     training: bool = False
     """measure the training of A3C+GACE&GDAN or SAC+GACE&GDAN on the tasks instead of the environments"""
 
@@ -114,100 +109,65 @@ def matrix_product_rate(threads, size=2048):
     return 2 * size**3 / min(seconds_per_call(lambda: matrix @ matrix, 1) for _ in range(8))
 
 
-def updates_of(checkpoint):
-    return int(checkpoint["counters"]["updates"])
-
-
-def private_megabytes(pid):
-    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in rollup[1:]}
-    return {"resident": kilobytes["Rss"] / 1024, "private": kilobytes["Anonymous"] / 1024}
-
-
-def children(pid):
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(path.read_text().rsplit(")", 1)[1].split()[1]) == pid:
-                found.append(int(path.parent.name))
-    return found
-
-
 def run_training(script, arguments, folder, seconds):
-    """Trains for some seconds after the warm-up.
-
-    Returns updates/s, the memory of the largest process, a checkpoint, and the seconds to the first update."""
+    """Trains as a user does, for some seconds after the warm-up. Returns updates/s and the last checkpoint."""
     command = [sys.executable, str(Path(script).resolve()), *arguments]
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    started, first_update = time.monotonic(), None
+    seen = []  # (updates, seconds) of the checkpoints
     try:
-        seen, begun = [], None  # how many updates there were before: from there on, starting up is over
-        while len(seen) < 2 or seen[-1]["seconds"] - seen[0]["seconds"] < seconds:
+        while len(seen) < 2 or seen[-1][1] - seen[0][1] < seconds:
             time.sleep(0.5)
             if process.poll() is not None:
                 raise SystemExit(f"{script} ended by itself: {' '.join(command)}")
             for path in Path(folder, "runs").glob("*/checkpoint.pt"):
                 checkpoint = torch.load(path)
-                begun = updates_of(checkpoint) if begun is None else begun
-                if first_update is None and updates_of(checkpoint) > begun:
-                    first_update = time.monotonic() - started
-                if updates_of(checkpoint) > begun + 20 and (not seen or updates_of(checkpoint) > updates_of(seen[-1])):
-                    seen = [*seen[:1], checkpoint]
-        memory = max(
-            (private_megabytes(pid) for pid in (process.pid, *children(process.pid))), key=lambda m: m["private"]
-        )
+                point = int(checkpoint["counters"]["updates"]), checkpoint["seconds"]
+                if point[0] > 20 and point not in seen:  # the first updates are slower
+                    seen.append(point)
         process.send_signal(signal.SIGINT)
-        process.wait(30)
+        process.wait(60)
     finally:
         process.kill()
         process.wait()
-    first, last = seen[0], seen[-1]
-    speed = (updates_of(last) - updates_of(first)) / (last["seconds"] - first["seconds"])
-    return speed, memory, torch.load(path), first_update
+    (first, start), (last, end) = seen[0], seen[-1]
+    return (last - first) / (end - start), checkpoint
 
 
 def bench_training(task, seconds):
-    """Prints updates/s beside the limit."""
+    """Returns the updates/s of the limit and of the script."""
     navigation = task in envs.V_TASKS
     script = "a3c_gace_vizdoom.py" if navigation else "sac_gace_ur5.py"
-    endless = ["--total-updates", "30000", "--eval-every", "1000000", "--checkpoint-every", "3", "--no-cuda"]
-    endless += ["--accuracy-states", "4", "--warmup", "60" if navigation else "1000"]
+    flags = ["--task", task, "--gdan", "--total-updates", "30000", "--eval-every", "30000", "--checkpoint-every", "3"]
+    flags += ["--no-cuda", "--accuracy-states", "4", "--warmup", "60" if navigation else "1000"]
     with tempfile.TemporaryDirectory(prefix="gace-bench-") as folder:
-        speed, memory, checkpoint, first_update = run_training(
-            script, ["--task", task, "--gdan", *endless], folder, seconds
-        )
+        speed, checkpoint = run_training(script, flags, folder, seconds)
     settings = (a3c if navigation else sac).Args(task=task, gdan=True)
     agent = (a3c if navigation else sac).Agent(settings)
     convs = [layer for layer in agent.feature_extractor.modules() if isinstance(layer, torch.nn.Conv2d)]
-    if navigation:
-        steps = int(checkpoint["counters"]["env_steps"]) / int(checkpoint["counters"]["episodes"])
-        flops = (steps + settings.goal_batch_size) * convolution_flops(convs, 42, True)
-        flops += steps * convolution_flops(convs, 42, False)
-        engine = steps / bench_environment(task, 5)[0]
-        limit = (os.cpu_count() or 1) / (engine + flops / matrix_product_rate(1))
-    else:
+    if not navigation:
         flops = (settings.batch_size + settings.goal_batch_size) * convolution_flops(convs, 84, True)
         flops += settings.batch_size * convolution_flops(convs, 84, False)
-        limit = matrix_product_rate(os.cpu_count() or 1) / flops
-    cells = [task.upper(), f"{limit:.1f}", f"{speed:.1f}", f"{speed / limit:.0%}"]
-    cells += [f"{memory['private']:.0f} ({memory['resident']:.0f})", f"{first_update:.0f}"]
-    print(f"| {' | '.join(cells)} |", flush=True)
+        return matrix_product_rate(os.cpu_count() or 1) / flops, speed
+    steps = int(checkpoint["counters"]["env_steps"]) / int(checkpoint["counters"]["episodes"])
+    flops = (steps + settings.goal_batch_size) * convolution_flops(convs, 42, True)
+    flops += steps * convolution_flops(convs, 42, False)
+    engine = steps / bench_environment(task, 5)[0]
+    return (os.cpu_count() or 1) / (engine + flops / matrix_product_rate(1)), speed
+
+
+def main():
+    args = tyro.cli(Args, description=__doc__)
+    if unknown := set(args.tasks) - {*envs.V_TASKS, *envs.R_TASKS}:
+        raise SystemExit(f"unknown task {min(unknown)!r}; use any of {' '.join([*envs.V_TASKS, *envs.R_TASKS])}")
+    unit = "updates/s" if args.training else "steps/s"
+    print(f"| task | limit, {unit} | measured, {unit} | share of the limit | reset / new_episode() |")
+    print("| --- | --- | --- | --- | --- |")
+    for task in args.tasks:
+        bench = bench_training if args.training else bench_environment
+        limit, speed, *reset = bench(task, args.seconds)
+        cells = task.upper(), f"{limit:.1f}", f"{speed:.1f}", f"{speed / limit:.0%}", *(reset or "-")
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args, description=__doc__)
-    unknown = set(args.tasks) - {*envs.V_TASKS, *envs.R_TASKS}
-    if unknown:
-        raise SystemExit(f"unknown task {min(unknown)!r}; use any of {' '.join([*envs.V_TASKS, *envs.R_TASKS])}")
-    if args.training:
-        header = ["task", "limit, updates/s", "updates/s", "share of the limit", "MB (resident)"]
-        header.append("seconds to the first update")
-        print(f"| {' | '.join(header)} |\n{'| --- ' * len(header)}|")
-        for name in args.tasks:
-            bench_training(name, args.seconds)
-        raise SystemExit
-    print("| task | limit, steps/s | environment, steps/s | share of the limit | reset / new_episode() |")
-    print("| --- | --- | --- | --- | --- |")
-    for name in args.tasks:
-        limit, speed, reset = bench_environment(name, args.seconds)
-        print(f"| {name.upper()} | {limit:.0f} | {speed:.0f} | {speed / limit:.0%} | {reset} |", flush=True)
+    main()

@@ -27,16 +27,12 @@ import sac_gace_ur5
 class Args:
     checkpoint: tyro.conf.Positional[Path]
     """a checkpoint of a3c_gace_vizdoom.py or sac_gace_ur5.py, or the folder of its run"""
-    split: Literal["seen", "unseen"] | None = None
-    """play this split only"""
-    goal: str | None = None
-    """play this goal only, by name"""
+    split: Literal["seen", "unseen"] | None = None  # play this split only
+    goal: str | None = None  # play this goal only, by name
     episodes: int | None = None
     """episodes to play; by default those of the script's own evaluation, or one of each goal for a video"""
-    details: bool = False
-    """also print how the episodes end, by goal and by the place of the goal"""
-    video: bool = False
-    """write videos/NAME_SPLIT.gif instead of printing the success ratio"""
+    details: bool = False  # also print how the episodes end, by goal and by the place of the goal
+    video: bool = False  # write videos/NAME_SPLIT.gif instead of printing the success ratio
 
 
 def load_agent(path):

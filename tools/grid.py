@@ -43,24 +43,16 @@ VARIANTS = {
 
 @dataclass
 class Args:
-    tasks: tuple[str, ...]
-    """tasks: v1 to v4, r1 to r3"""
-    algorithms: tuple[str, ...]
-    """algorithms: those of A3C train on V tasks, those of SAC on R tasks"""
-    seeds: tuple[int, ...] = (2, 3, 4)
-    """seeds"""
-    runs: Path = Path("runs")
-    """folder for the runs, their logs and the report"""
+    tasks: tuple[str, ...]  # tasks: v1 to v4, r1 to r3
+    algorithms: tuple[str, ...]  # algorithms: those of A3C train on V tasks, those of SAC on R tasks
+    seeds: tuple[int, ...] = (2, 3, 4)  # seeds
+    runs: Path = Path("runs")  # folder for the runs, their logs and the report
     address: str | None = None
     """address of a Ray cluster: auto, host:port or ray://host:port; by default Ray starts inside this process"""
-    cpus_per_run: int = 2
-    """cores of a run: workers of A3C, threads of SAC"""
-    gpus_per_run: float = 0
-    """GPUs of a run"""
-    retries: int = 1
-    """how often a run that fails is tried again"""
-    dry_run: bool = False
-    """only print the plan, with an estimate of hours"""
+    cpus_per_run: int = 2  # cores of a run: workers of A3C, threads of SAC
+    gpus_per_run: float = 0  # GPUs of a run
+    retries: int = 1  # how often a run that fails is tried again
+    dry_run: bool = False  # only print the plan, with an estimate of hours
 
 
 @dataclass

@@ -18,12 +18,9 @@ from tools.enjoy import load_agent
 
 @dataclass
 class Args:
-    run: tyro.conf.Positional[Path]
-    """the run folder"""
-    agent: bool = False
-    """also write the agent, for tools.enjoy"""
-    out: Path = Path("results")
-    """folder to write into"""
+    run: tyro.conf.Positional[Path]  # the run folder
+    agent: bool = False  # also write the agent, for tools.enjoy
+    out: Path = Path("results")  # folder to write into
 
 
 def main():

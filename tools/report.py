@@ -28,8 +28,7 @@ import matplotlib.pyplot as plt
 class Args:
     paths: tyro.conf.Positional[tuple[Path, ...]] = (Path("runs"), Path("results"))
     """folders to search, and single files"""
-    out: Path = Path("report")
-    """folder to write into"""
+    out: Path = Path("report")  # folder to write into
 
 
 UPDATES, RATIO, ACCURACY, STEPS = range(4)  # the rows of a run's columns

@@ -33,16 +33,11 @@ class Args:
     """of a3c_gace_vizdoom.py or sac_gace_ur5.py; several agents play the same episodes and are shown together"""
     task: Literal["v1", "v2", "v3", "v4", "r1", "r2", "r3"] | None = None
     """task to play; by default the one that the first agent was trained on"""
-    split: Literal["seen", "unseen"] = "seen"
-    """split of v2, v4 and r2"""
-    goal: str | None = None
-    """this goal only, by name"""
-    episodes: int = 3
-    """episodes to play: each agent has one row of the sheet for each"""
-    frames: int = 5
-    """frames of each row"""
-    seed: int = 1
-    """seed of the first episode"""
+    split: Literal["seen", "unseen"] = "seen"  # split of v2, v4 and r2
+    goal: str | None = None  # this goal only, by name
+    episodes: int = 3  # episodes to play: each agent has one row of the sheet for each
+    frames: int = 5  # frames of each row
+    seed: int = 1  # seed of the first episode
     out: Path | None = None
     """file name without its ending; by default videos/ and the name of the first run with _saliency_ and the split"""
 
@@ -80,6 +75,7 @@ def saliency_maps(network, image, patches=14):
 
 
 # ------------------------------------------------------------------------------------- where the objects are on screen
+DEPTH_LEVEL = 7.2  # map units of one level of the engine's depth, measured
 
 
 def doom_objects(env):
@@ -88,29 +84,13 @@ def doom_objects(env):
     forward, right = np.array([np.cos(angle), np.sin(angle)]), np.array([np.sin(angle), -np.cos(angle)])
     for place in np.array(env.objects):
         offset = place - (env.x, env.y)
-        depth = offset @ forward
-        x = 80 + 80 * (offset @ right) / max(depth, 1)  # the field of view is 90 degrees
-        y = 60 + 96 * (41 - 10) / max(depth, 1)  # the eye is 41 above the floor, pixels are 1.2 times as high as wide
-        hidden = depth < 8 or not 0 <= x < 160 or behind_wall(env, place)
-        found.append(None if hidden else (x, min(y, 118), max(5, 80 * 20 / depth)))
+        depth = max(offset @ forward, 1)
+        x = 80 + 80 * (offset @ right) / depth  # the field of view is 90 degrees
+        y = min(60 + 96 * (41 - 10) / depth, 118)  # the eye is 41 above the floor, pixels are 1.2 times as high as wide
+        hidden = depth < 8 or not 0 <= x < 160
+        hidden = hidden or DEPTH_LEVEL * env.frame[3, int(y), int(x)] < depth - 48  # a wall is nearer
+        found.append(None if hidden else (x, y, max(5, 80 * 20 / depth)))
     return found
-
-
-def behind_wall(env, place):
-    """Whether a wall of the map's picture crosses the line of sight."""
-    rows = env.picture.strip("\n").split("\n")
-    posts = {(48 + 96 * c, 48 + 96 * r) for r, row in enumerate(rows) for c, sign in enumerate(row) if sign == "#"}
-    here = np.array([env.x, env.y])
-
-    def side(p, q, r):
-        return np.sign((q[0] - p[0]) * (r[1] - p[1]) - (q[1] - p[1]) * (r[0] - p[0]))
-
-    for x, y in posts:
-        for other in ((x + 96, y), (x, y + 96)):
-            if other in posts and side(here, place, (x, y)) != side(here, place, other):
-                if side((x, y), other, here) != side((x, y), other, place):
-                    return True
-    return False
 
 
 def ur5_objects(env):
@@ -186,8 +166,7 @@ class UR5Agent:
             return actions, values.min(0).values
 
         maps = saliency_maps(network, image)
-        name = " ".join(f"{speed:+.1f}" for speed in action[0].tolist())
-        return action[0].numpy(), name, maps
+        return action[0].numpy(), "", maps
 
     def picture(self, env):
         return Image.fromarray(env.render()[:, :480])
@@ -213,8 +192,6 @@ def draw(picture, maps, scales, objects, goal, caption):
             x, y, radius = place
             colour = "yellow" if index == goal else "lime"
             pen.ellipse((x - radius, y - radius, x + radius, y + radius), outline=colour, width=4)
-    if pen.textbbox((0, 0), caption, font_size=22)[2] > picture.width - 20:  # the six numbers of an arm's action
-        caption = caption.replace(": ", "\n")
     pen.text((10, 6), caption, fill="white", font_size=22, stroke_width=2, stroke_fill="black")
     return drawn
 
@@ -233,11 +210,11 @@ def play(args, path, script, trained, agent):
         while not over:
             picture, objects = player.picture(env), player.objects(env)
             action, what, maps = player.look(observation)
-            steps.append((picture, maps, objects, int(observation["goal"]), f"{name}{info['instruction']}: {what}"))
+            steps.append((picture, maps, objects, int(observation["goal"]), f"{name}{info['instruction']}   {what}"))
             observation, _, terminated, truncated, result = env.step(action)
             over = terminated or truncated
         *last, words = steps[-1]
-        steps[-1] = (*last, f"{words}, {outcome_of(result, terminated)}")
+        steps[-1] = (*last, f"{words}   {outcome_of(result, terminated)}")
         episodes.append(steps)
     env.close()
     # One scale for all frames of an agent, so that what moves it little looks like little.
