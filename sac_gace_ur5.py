@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 import envs
 
-VERSION = 2  # raised by every change that alters what is learned; runs of two versions are never averaged
+VERSION = 3  # raised by every change that alters what is learned; runs of two versions are never averaged
 
 
 @dataclass
@@ -147,11 +147,11 @@ class GoalConditioning(nn.Module):
         self.embedding = nn.Embedding(goals, 25)
         self.instruction = nn.Linear(25, width)
         self.linear = nn.Linear(2 * width, size)
-        self.out_features = width + size
         if self.attention:
             self.w_q = nn.Linear(size, size // 2, bias=False)
             self.w_k = nn.Linear(size // 2, size // 2, bias=False)
-            self.out_features += size // 2
+        # Not in the paper. Without this layer, every head reads 512 or 640 features beside six numbers of the action.
+        self.combine = nn.Linear(width + size + (size // 2 if self.attention else 0), size)
 
     def forward(self, features, query, goals):
         if self.concat_query:
@@ -166,7 +166,7 @@ class GoalConditioning(nn.Module):
             attended = value * attention  # h (Eq. 11)
             # Section 3.4 concatenates h with M, Appendix B.4 with e^1. We use both.
             x = torch.cat([x, attended], -1)
-        return x
+        return F.relu(self.combine(x))  # (batch, 256)
 
 
 def mlp(inputs, size, outputs):
@@ -180,7 +180,7 @@ class Actor(nn.Module):
         super().__init__()
         self.gaussian, self.actions, self.noise = args.policy == "gaussian", actions, args.exploration_noise
         self.conditioning = GoalConditioning(args, goals)
-        self.head = mlp(self.conditioning.out_features, args.hidden_size, actions * (2 if self.gaussian else 1))
+        self.head = mlp(args.hidden_size, args.hidden_size, actions * (2 if self.gaussian else 1))
 
     def forward(self, features, query, goals, explore=True):
         """Returns actions (batch, 6), log-probabilities (0 if deterministic), and the means before the tanh."""
@@ -201,7 +201,7 @@ class Critic(nn.Module):
     def __init__(self, args, goals, actions):
         super().__init__()
         self.conditioning = GoalConditioning(args, goals)
-        self.heads = nn.ModuleList(mlp(self.conditioning.out_features + actions, args.hidden_size, 1) for _ in range(2))
+        self.heads = nn.ModuleList(mlp(args.hidden_size + actions, args.hidden_size, 1) for _ in range(2))
 
     def forward(self, features, query, goals, actions):
         x = torch.cat([self.conditioning(features, query, goals), actions], -1)
