@@ -23,6 +23,8 @@ import envs
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
+plt.rcParams |= {"font.size": 13, "axes.titlesize": "medium"}  # the front page shows a figure at half its size
+
 
 @dataclass
 class Args:
@@ -240,14 +242,14 @@ def plot(axes, runs, column, axis, paper):
         points, mean, half = over_seeds(seeds, column, axis)
         variants = [name for name in in_order(runs) if base_of(name) == base_of(algorithm) and name not in NAMES]
         line = "-" if algorithm in NAMES else (":", "-.", (0, (4, 1)))[variants.index(algorithm) % 3]
-        count = f"{len(seeds)} seeds" if len(seeds) > 1 else "1 seed"
-        axes.plot(points, mean, linestyle=line, color=colour, label=f"{title_of(algorithm)} ({count})")
+        axes.plot(points, mean, linestyle=line, color=colour, label=title_of(algorithm))
         axes.fill_between(points, mean - half, mean + half, color=colour, alpha=0.2, linewidth=0)
         for columns in seeds.values() if len(seeds) > 1 else ():
             axes.plot(columns[axis], columns[column], ".", color=colour, markersize=3, alpha=0.6)
         if algorithm in paper:
             axes.axhline(paper[algorithm], color=colour, linestyle="--", linewidth=1, alpha=0.7)
     axes.set(ylim=(0, 102), xlim=(0, None), xlabel=AXES[axis])
+    axes.locator_params(axis="x", nbins=4)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value < 1e6 else f"{value / 1e6:g}M")
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -259,15 +261,22 @@ def draw(panels, path):
         return
     columns = min(len(panels), 4 if len(panels) % 3 else 3)
     rows = -(-len(panels) // columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(3.6 * columns, 3.2 * rows), layout="constrained", squeeze=False)
+    size = 3.6 * columns, 3 * rows + 0.8
+    figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    legend = {}
     for axes, panel in zip(grid.flat, [*panels, *[None] * (grid.size - len(panels))], strict=True):
         axes.set_visible(panel is not None)
         if panel is None:
             continue
         title, ylabel, runs, column, axis, paper = panel
         plot(axes, runs, column, axis, paper)
-        axes.set(title=title, ylabel=ylabel)
-        axes.legend(loc="best", framealpha=0.7, edgecolor="none", fontsize=8)
+        counts = sorted({len(seeds) for seeds in runs.values()})
+        seeds = f"{' or '.join(map(str, counts))} seed{'s' * (counts != [1])}"
+        axes.set(title=f"{title}, {seeds}", ylabel=ylabel)
+        legend |= {line.get_label(): line for line in axes.get_lines() if line.get_label()[0] != "_"}
+    if any(panel[5] for panel in panels):
+        legend["where the paper's ends"] = plt.Line2D([], [], color="black", linestyle="--", linewidth=1)
+    figure.legend(legend.values(), legend, loc="outside lower center", ncols=min(len(legend), 4), frameon=False)
     for suffix in (".png", ".svg"):
         figure.savefig(path.with_suffix(suffix), dpi=120)
     plt.close(figure)
