@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 import envs
 
-VERSION = 3  # raised by every change that alters what is learned; runs of two versions are never averaged
+VERSION = 4  # raised by every change that alters what is learned; runs of two versions are never averaged
 
 
 @dataclass
@@ -67,9 +67,9 @@ class Args:  # the defaults are ours; where the paper has another value, it stan
     entropy_coef: float = 0.01  # temperature of the gaussian policy
     # What the paper leaves out
     policy: Literal["deterministic", "gaussian"] = "deterministic"  # tanh(mean) plus clipped noise; or SAC's gaussian
-    exploration_noise: float = 0.2  # standard deviation of the deterministic policy's noise
+    exploration_noise: float = 0.1  # standard deviation of the noise in the first environment; in the last, 8 times it
     action_penalty: float = 1e-3  # penalty on squared actions before the tanh (SAC: 0, with which actions saturate)
-    n_step: int = 5  # rewards summed in the critic's target before bootstrapping (SAC: 1)
+    n_step: int = 10  # rewards summed in the critic's target before bootstrapping (SAC: 1)
     num_envs: int = 8  # environments that act in one batch (Algorithm 1: 1)
     env_steps_per_update: int = 32  # environment steps per update, at least --num-envs (SAC: 1)
     ae_coef: float = 100.0  # coefficient of the AE loss; its gradient on the encoder is about the critic loss's
@@ -178,17 +178,17 @@ class Actor(nn.Module):
 
     def __init__(self, args, goals, actions):
         super().__init__()
-        self.gaussian, self.actions, self.noise = args.policy == "gaussian", actions, args.exploration_noise
+        self.gaussian, self.actions = args.policy == "gaussian", actions
         self.conditioning = GoalConditioning(args, goals)
         self.head = mlp(args.hidden_size, args.hidden_size, actions * (2 if self.gaussian else 1))
 
-    def forward(self, features, query, goals, explore=True):
+    def forward(self, features, query, goals, explore=True, noise=0.2):
         """Returns actions (batch, 6), log-probabilities (0 if deterministic), and the means before the tanh."""
         mean, *log_std = self.head(self.conditioning(features, query, goals)).split(self.actions, -1)
         if not explore or not self.gaussian:
             # clipped at 2.5 standard deviations, as TD3 clips its target noise (0.2, at 0.5)
-            noise = (self.noise * torch.randn_like(mean)).clamp(-2.5 * self.noise, 2.5 * self.noise) if explore else 0.0
-            return (torch.tanh(mean) + noise).clamp(-1, 1), torch.zeros_like(mean[:, 0]), mean
+            added = noise * torch.randn_like(mean).clamp(-2.5, 2.5) if explore else 0.0
+            return (torch.tanh(mean) + added).clamp(-1, 1), torch.zeros_like(mean[:, 0]), mean
         normal = torch.distributions.Normal(mean, log_std[0].clamp(-10, 2).exp())
         before_tanh = normal.rsample()
         log_probs = normal.log_prob(before_tanh) - 2 * (np.log(2) - before_tanh - F.softplus(-2 * before_tanh))
@@ -223,12 +223,11 @@ class Agent(nn.Module):
     def __init__(self, args):
         super().__init__()
         size, (image_shape, goals, actions) = args.hidden_size, sizes(args.task)
-        self.curl = args.aux == "curl"
+        self.curl, self.noise = args.aux == "curl", args.exploration_noise
         seen_shape = crop(torch.zeros(image_shape)).shape if self.curl else image_shape
         self.feature_extractor = FeatureExtractor(seen_shape, size)
         self.goal_discriminator = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, goals + 1))
-        self.actor = Actor(args, goals, actions)
-        self.critic = Critic(args, goals, actions)
+        self.actor, self.critic = Actor(args, goals, actions), Critic(args, goals, actions)
         self.decoder = make_decoder(image_shape, size) if args.aux == "ae" else None
         # CURL starts from torch.rand with 50 features. Ours are more, so we scale it to keep the logits as large.
         self.contrast = nn.Parameter(torch.rand(size, size) * 50 / size) if self.curl else None
@@ -241,7 +240,9 @@ class Agent(nn.Module):
         images = torch.from_numpy(images).to(device, memory_format=torch.channels_last)
         features = self.feature_extractor(crop(images) if self.curl else images)
         goals = torch.as_tensor(goals, device=device)
-        return self.actor(features, self.goal_discriminator[:2](features), goals, explore)[0].cpu().numpy()
+        # Each environment has its own noise. Large noise finds other boxes, small noise learns to reach them.
+        noise = self.noise * torch.logspace(0, 3, len(images), base=2, device=device)[:, None]
+        return self.actor(features, self.goal_discriminator[:2](features), goals, explore, noise)[0].cpu().numpy()
 
 
 # ------------------------------------------------------------------------------------- replay buffer and goal storage
@@ -633,8 +634,7 @@ def train(args, run_folder, agent, run):
                 soft_update(target, agent, args.tau)
             # Log
             if update % 100 == 0 and recent:
-                seconds = time.monotonic() - started
-                charts = *means, counters["env_steps"], counters["env_steps"] / seconds
+                charts = *means, counters["env_steps"], counters["env_steps"] / (time.monotonic() - started)
                 report |= {f"charts/{name}": number for name, number in zip(CHARTS, charts, strict=True)}
                 for name, number in report.items():
                     writer.add_scalar(name, number, update)
