@@ -54,7 +54,7 @@ class Args:  # the defaults are ours; where the paper or the authors' code has a
     warmup: int = 2_000  # goal states to collect with a random policy before the first update
     goal_batch_size: int = 16  # goal states in one GACE loss (paper: 50)
     eta: float = 0.5  # coefficient of the GACE loss (Eq. 9); the paper recommends 0.3 to 0.5
-    epsilon_n: float = 0.0  # probability of storing the last state acted in of an episode that timed out, as a negative
+    epsilon_n: float = 0.0  # probability of storing a state of an episode that timed out, as a negative
     gamma: float = 0.99  # discount
     learning_rate: float = 2e-4  # learning rate of Adam with AMSGrad (paper: 7e-5)
     max_grad_norm: float = 40.0  # clip the gradient at this norm (paper: 10, for rewards ten times as large)
@@ -84,7 +84,7 @@ class Args:  # the defaults are ours; where the paper or the authors' code has a
     track: bool = False  # also log to Weights and Biases (needs `pip install wandb`)
     wandb_project_name: str = "gace"  # project in Weights and Biases
     wandb_entity: str | None = None  # team or user in Weights and Biases
-    cuda: bool = False  # use a GPU for learning, with a context for each worker; nobody has tried it
+    cuda: bool = False  # use a GPU in the workers, with a context for each; nobody has tried it
     version: tyro.conf.Suppress[int] = VERSION  # stored with the settings
 
     def __post_init__(self):
@@ -165,7 +165,7 @@ class Agent(nn.Module):
         image_shape = crop(np.zeros(image_shape)).shape if args.aux == "rad" else image_shape
         self.gdan, self.goal_batch_norm = args.gdan, args.goal_batch_norm
         self.feature_extractor = FeatureExtractor(image_shape)
-        classes = goals + (args.epsilon_n > 0)  # with a class for negatives; the first two layers are GDAN's query
+        classes = goals + (args.epsilon_n > 0)  # with a class for negatives
         self.goal_discriminator = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, classes))
         self.vae = VAE(image_shape) if args.aux == "vae" else None
         # The actor-critic
@@ -230,7 +230,7 @@ class GoalStorage:
         size = min(args.goal_storage_size, args.warmup + args.total_updates) * record.itemsize
         with open(path, "ab") as file:
             old_size = file.tell()
-            if size - old_size > shutil.disk_usage(path.parent).free:  # posix_fallocate would fill the disk first
+            if size - old_size > shutil.disk_usage(path.parent).free:  # posix_fallocate fills the disk before it fails
                 raise OSError(f"no room for {path} ({size / 1e9:.1f} GB): use a smaller --goal-storage-size")
             if old_size < size:  # a new run, or one that goes on for more updates
                 os.posix_fallocate(file.fileno(), 0, size)

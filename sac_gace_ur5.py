@@ -42,7 +42,7 @@ VERSION = 4  # raised by every change that alters what is learned; runs of two v
 
 
 @dataclass
-class Args:  # the defaults are ours; where the paper has another value, it stands in brackets
+class Args:  # the defaults are ours; where the paper or SAC has another value, it stands in brackets
     # Task and method
     task: Literal["r1", "r2", "r3"] = "r1"  # three boxes (r1), random checkered backgrounds (r2), five colours (r3)
     gdan: bool = False  # use the goal-discriminative attention networks (needs --aux gace)
@@ -67,7 +67,7 @@ class Args:  # the defaults are ours; where the paper has another value, it stan
     entropy_coef: float = 0.01  # temperature of the gaussian policy
     # What the paper leaves out
     policy: Literal["deterministic", "gaussian"] = "deterministic"  # tanh(mean) plus clipped noise; or SAC's gaussian
-    exploration_noise: float = 0.1  # standard deviation of the noise in the first environment; in the last, 8 times it
+    exploration_noise: float = 0.1  # standard deviation of the first environment's noise; the last one has 8 times it
     action_penalty: float = 1e-3  # penalty on squared actions before the tanh (SAC: 0, with which actions saturate)
     n_step: int = 10  # rewards summed in the critic's target before bootstrapping (SAC: 1)
     num_envs: int = 8  # environments that act in one batch (Algorithm 1: 1)
@@ -103,7 +103,7 @@ class Args:  # the defaults are ours; where the paper has another value, it stan
 
 
 PAPER = {"paper": True, "warmup": 10_000, "replay_size": 1_000_000, "learning_rate": 7e-5, "n_step": 1}
-PAPER |= {"action_penalty": 0.0, "augment": False, "num_envs": 1, "env_steps_per_update": 1}  # plain SAC's
+PAPER |= {"action_penalty": 0.0, "augment": False, "num_envs": 1, "env_steps_per_update": 1}  # the paper's or SAC's
 
 
 def make_env(task, split="seen"):
@@ -150,7 +150,7 @@ class GoalConditioning(nn.Module):
         if self.attention:
             self.w_q = nn.Linear(size, size // 2, bias=False)
             self.w_k = nn.Linear(size // 2, size // 2, bias=False)
-        # Not in the paper. Without this layer, every head reads 512 or 640 features beside six numbers of the action.
+        # Not in the paper. With this layer, the critic's heads read 256 features beside the action, not 512 or more.
         self.combine = nn.Linear(width + size + (size // 2 if self.attention else 0), size)
 
     def forward(self, features, query, goals):
@@ -182,11 +182,11 @@ class Actor(nn.Module):
         self.conditioning = GoalConditioning(args, goals)
         self.head = mlp(args.hidden_size, args.hidden_size, actions * (2 if self.gaussian else 1))
 
-    def forward(self, features, query, goals, explore=True, noise=0.2):
+    def forward(self, features, query, goals, explore=True, noise=0.0):
         """Returns actions (batch, 6), log-probabilities (0 if deterministic), and the means before the tanh."""
         mean, *log_std = self.head(self.conditioning(features, query, goals)).split(self.actions, -1)
         if not explore or not self.gaussian:
-            # clipped at 2.5 standard deviations, as TD3 clips its target noise (0.2, at 0.5)
+            # clipped at 2.5 standard deviations, as in TD3 (noise 0.2, clipped at 0.5)
             added = noise * torch.randn_like(mean).clamp(-2.5, 2.5) if explore else 0.0
             return (torch.tanh(mean) + added).clamp(-1, 1), torch.zeros_like(mean[:, 0]), mean
         normal = torch.distributions.Normal(mean, log_std[0].clamp(-10, 2).exp())
@@ -240,7 +240,7 @@ class Agent(nn.Module):
         images = torch.from_numpy(images).to(device, memory_format=torch.channels_last)
         features = self.feature_extractor(crop(images) if self.curl else images)
         goals = torch.as_tensor(goals, device=device)
-        # Each environment has its own noise. Large noise finds other boxes, small noise learns to reach them.
+        # Each environment has its own noise: large noise finds other boxes, small noise stays close to the policy.
         noise = self.noise * torch.logspace(0, 3, len(images), base=2, device=device)[:, None]
         return self.actor(features, self.goal_discriminator[:2](features), goals, explore, noise)[0].cpu().numpy()
 
@@ -251,7 +251,7 @@ def disk_array(path, dtype, length, count):
     size = length * np.dtype(dtype).itemsize
     with open(path, "r+b" if count else "wb") as file:
         old_size = file.seek(0, os.SEEK_END)
-        if size - old_size > shutil.disk_usage(path.parent).free:  # posix_fallocate would fill the disk first
+        if size - old_size > shutil.disk_usage(path.parent).free:  # posix_fallocate fills the disk before it fails
             raise OSError(f"no room for {path} ({size / 1e9:.1f} GB): use a smaller --replay-size or goal storage")
         if old_size < size and count * np.dtype(dtype).itemsize <= old_size:
             os.posix_fallocate(file.fileno(), 0, size)
@@ -376,7 +376,7 @@ class Player:
         _, self.num_goals, self.num_actions = sizes(args.task)
 
     def begin(self, seed, goal=None, blind=False, actions=()):
-        """Begins an episode, and plays recorded actions of it again."""
+        """Begins an episode and replays these actions."""
         self.seed, goal = seed, self.fixed_goal if goal is None else goal
         observation, _ = self.env.reset(seed=seed, options={"goal": goal, "blind": blind})
         self.image, self.goal = observation["image"], int(observation["goal"])
@@ -411,8 +411,8 @@ def learn(args, agent, target, critic_optimizer, actor_optimizer, replay, storag
         next_features = target.feature_extractor(next_images)
         next_query = target.goal_discriminator[:2](next_features)
         # Unlike in SAC, the next action comes from a target actor, which reads the target encoder's features. So the
-        # next images pass through one encoder only. The deterministic policy's noise smooths the target, as in TD3.
-        next_actions, next_log_probs, _ = target.actor(next_features, next_query, goals)
+        # next images pass through one encoder only. Noise on the next action smooths the target, as in TD3.
+        next_actions, next_log_probs, _ = target.actor(next_features, next_query, goals, noise=0.2)
         next_values = target.critic(next_features, next_query, goals, next_actions).min(0).values
         targets = critic_target(returns, discounts, next_values, next_log_probs, args.entropy_coef)
 
@@ -562,7 +562,7 @@ def train(args, run_folder, agent, run):
     counters, rows, splits = run["counters"], run["rows"], envs.splits_of(args.task)  # rows of metrics.csv
     started, recent = time.monotonic() - run["seconds"], deque(run["recent"], maxlen=200)  # the last episodes
 
-    # Room for what the run can fill, if its episodes have three steps or more on average, and one frame more
+    # Room for all frames and goal states, if episodes have three steps or more on average (one more frame each)
     image_shape, _, num_actions = sizes(args.task)
     steps = args.warmup + args.total_updates * args.env_steps_per_update
     frames, goal_states = min(args.replay_size, steps * 4 // 3), min(args.goal_storage_size, 1 + steps // 3)

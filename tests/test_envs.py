@@ -99,21 +99,6 @@ def test_wrappers_that_cut_an_episode_lose_nothing(task, steps):
     env.close()
 
 
-@pytest.mark.parametrize("task", ["v1", "r1"])
-def test_record_episode_statistics_and_video(task, tmp_path):
-    env = gym.wrappers.RecordEpisodeStatistics(make(task, render_mode="rgb_array"))
-    env = gym.wrappers.RecordVideo(
-        env, str(tmp_path / "new"), episode_trigger=lambda episode: True, disable_logger=True
-    )
-    env.reset(seed=4)
-    env.action_space.seed(4)
-    rewards, *_, info = play(env, env.action_space.sample)
-    env.close()
-    assert info["episode"]["l"] == len(rewards) and info["episode"]["r"] == pytest.approx(sum(rewards), abs=1e-5)
-    (video,) = tmp_path.glob("new/*.mp4")
-    assert video.stat().st_size > 2000
-
-
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("task", ["v1", "r1"])
 def test_vector_environments_play_the_same_episodes(task, mode):

@@ -1,8 +1,8 @@
 """Evaluates a trained agent of either script, or films it.
 
 python -m tools.enjoy runs/RUN/checkpoint.pt
-python -m tools.enjoy "results/v1__a3c+gace+gdan__2.pt" --goal Bonus --episodes 50
-python -m tools.enjoy "results/v1__a3c+gace+gdan__2.pt" --details  # success by goal and by distance
+python -m tools.enjoy "results/v1__a3c+gace__2.pt" --goal Bonus --episodes 50
+python -m tools.enjoy "results/v1__a3c+gace__2.pt" --details  # success by goal and by distance
 python -m tools.enjoy "results/v1__a3c+gace__2.pt" --video
 """
 

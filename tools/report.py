@@ -61,6 +61,7 @@ PAPER_RATIOS = {
     ("r2", "unseen"): "53.4 ± 6.9, 59.4 ± 5.5, 36.6 ± 3.4, 63.0 ± 9.0, 73.3 ± 5.8".split(", "),
     ("r3", "seen"): "61.7 ± 5.4, 62.3 ± 5.1, 64.7 ± 4.0, 79.3 ± 8.9, 79.6 ± 8.4".split(", "),
 }
+RANDOM_RATIOS = {"v2": 5.9, "v4": 7.9}  # ours; the paper's A3C ends below them
 PAPER_ABLATIONS = {("r1", "sac+gace+gdan+concat"): "81.5 ± 10.0", ("r1", "sac+single targets"): "47 ± 11"}
 PAPER_ACCURACY = {("v2", "seen"): "99.32 ± 0.62", ("v2", "unseen"): "89.15 ± 3.44"}  # after 200,000 updates
 # The updates that it took each algorithm to reach the reference ratio, the plain baseline's of the same task.
@@ -408,7 +409,7 @@ def summary_table(runs, family):
             pairs = zip(strata[name], strata[baseline], strict=True)
             better = f"{np.mean([probability_of_improvement(*pair) for pair in pairs]):.2f}"
         rows.append([title_of(name), f"{middle:.1f} ({low:.1f} to {high:.1f})", better])
-    header = ["algorithm", "interquartile mean (95 %)", f"P(better than {NAMES[baseline][0]})"]
+    header = ["algorithm", "interquartile mean (bootstrap interval)", f"P(better than {NAMES[baseline][0]})"]
     return [f"### {', '.join(task.upper() for task in tasks)} together", table(header, rows)]
 
 
@@ -441,8 +442,12 @@ def make_report(runs, settings, left_out, out):
             kinds = ((success, RATIO), (accuracy, ACCURACY))
             draw([(title, label, beside, column, UPDATES, {}) for label, column in kinds], out / f"{name}_frozen")
         sections += [f"### {title}", ratio_table(task, shown, settings, theirs)]
-        if split == "seen":
-            sections.append(f"Sample efficiency at {paper[0].split()[0]} %, the paper's {NAMES[algorithms[0]][0]}:")
+        reference, baseline = f"{paper[0].split()[0]} %", NAMES[algorithms[0]][0]
+        if split == "seen" and ends[algorithms[0]] < RANDOM_RATIOS.get(task, 0):
+            random = f"a random policy's {RANDOM_RATIOS[task]} %"
+            sections.append(f"Sample efficiency: none, because the paper's {baseline}, {reference}, is below {random}.")
+        elif split == "seen":
+            sections.append(f"Sample efficiency at {reference}, the paper's {baseline}:")
             sections.append(efficiency_table(task, shown, algorithms, ends[algorithms[0]]))
     for family in ("v", "r"):
         sections += summary_table(runs, family)
