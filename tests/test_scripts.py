@@ -84,7 +84,7 @@ PAPER = {  # the paper's two tables of hyperparameters
     sac: {"warmup": 10_000, "epsilon_n": 0.05, "tau": 0.005, "batch_size": 128, "goal_batch_size": 128}
     | {"hidden_size": 256, "target_update_interval": 1, "replay_size": 1_000_000, "goal_storage_size": 500_000}
     | {"eta": 0.5, "gamma": 0.99, "learning_rate": 7e-5, "entropy_coef": 0.01}
-    | {"n_step": 1, "num_envs": 1, "env_steps_per_update": 1},  # Algorithm 1
+    | {"n_step": 1, "num_envs": 1, "env_steps_per_update": 1, "augment": False},  # Algorithm 1
 }
 
 
