@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 import envs
 
-VERSION = 4  # raised by every change that alters what is learned; runs of two versions are never averaged
+VERSION = 5  # raised by every change that alters what is learned; runs of two versions are never averaged
 
 
 @dataclass
@@ -134,7 +134,8 @@ class FeatureExtractor(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, images):
-        return self.layers(images / 255)  # (batch, 3, 84, 84) to (batch, 256)
+        # Centred: otherwise Adam moves the means of the first layer faster than the running statistics follow.
+        return self.layers(images / 255 - 0.5)  # (batch, 3, 84, 84) to (batch, 256)
 
 
 class GoalConditioning(nn.Module):
@@ -416,8 +417,7 @@ def learn(args, agent, target, critic_optimizer, actor_optimizer, replay, storag
         next_values = target.critic(next_features, next_query, goals, next_actions).min(0).values
         targets = critic_target(returns, discounts, next_values, next_log_probs, args.entropy_coef)
 
-    # One pass of the encoder serves all losses. Its batch normalisation uses the statistics of both batches together.
-    inputs = images
+    inputs = images  # one pass of the encoder, and one batch normalisation, for both batches
     if args.aux == "gace":
         goal_images, goal_labels = storage.sample(args.goal_batch_size, rng)
         goal_images = (augmented(goal_images, rng) if args.augment else goal_images).to(device)

@@ -33,6 +33,28 @@ def new_replay(folder, *arguments):
 # ------------------------------------------------------------------------------------------------------- the networks
 
 
+@pytest.mark.parametrize("learning", [True, False])
+def test_feature_extractor_centres_and_normalises(learning, double):
+    """Statistics of the batch in learning, running ones in acting."""
+    extractor = make_agent().feature_extractor.train(learning)
+    for tensor in extractor.state_dict().values():
+        if tensor.is_floating_point():
+            tensor += 0.1 * torch.rand_like(tensor)  # so that scales, offsets and running statistics count
+    layers, images = list(extractor.layers), torch.randint(0, 256, (3, *SHAPE), dtype=torch.uint8)
+    x = images / 255 - 0.5
+    for conv, norm in zip(layers[0:12:3], layers[1:12:3], strict=True):
+        x = torch.nn.functional.conv2d(x, conv.weight, stride=2, padding=1)
+        mean, variance = norm.running_mean, norm.running_var
+        if learning:
+            mean, variance = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0)
+        mean, variance, scale, offset = (v[:, None, None] for v in (mean, variance, norm.weight, norm.bias))
+        x = ((x - mean) / (variance + 1e-5).sqrt() * scale + offset).clamp(min=0)
+    x = linear(layers[13], x.flatten(1))
+    x = (x - x.mean(1, keepdim=True)) / (x.var(1, correction=0, keepdim=True) + 1e-5).sqrt()
+    expected = torch.tanh(x * layers[14].weight + layers[14].bias)
+    assert_same(extractor(images), expected)
+
+
 @pytest.mark.parametrize("part", ["actor", "critic"])
 @pytest.mark.parametrize("form", ["gace", "gdan", "concat"])
 def test_goal_conditioning_is_gated_attention_and_equations_10_and_11(form, part, double):
