@@ -586,7 +586,8 @@ UR5_XML = """
   </default>
   <worldbody>
     <camera name="front" pos="1.5 0 1.15" xyaxes="0 1 0 -0.648 0 0.762" fovy="44"/>
-    <geom name="background" type="plane" size="0 0 1" material="background0" rgba="1 1 1 1" conaffinity="1"
+    <!-- 10 m fill the picture. The software renderer draws an infinite plane seven times as slowly. -->
+    <geom name="background" type="plane" size="5 5 1" material="background0" rgba="1 1 1 1" conaffinity="1"
           solref="0.01 1"/>
     <geom name="box_left" class="box" pos="0.42 -0.29 0.04"/>
     <geom name="box_front" class="box" pos="0.65 0 0.04"/>
