@@ -32,7 +32,7 @@ import sac_gace_ur5
 from tools.report import MAY_DIFFER
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS_PER_UPDATE = {"v": 1 / 28, "r": 1 / 4.5}  # on 2 cores, for the estimate of a run that has not begun
+SECONDS_PER_UPDATE = {"v": 1 / 28, "r": 1 / 8}  # on 2 cores, for the estimate of a run that has not begun
 VARIANTS = {
     "gdan": ["--gdan"],
     "concat": ["--concat-query"],
