@@ -231,7 +231,7 @@ class GoalStorage:
         with open(path, "ab") as file:
             old_size = file.tell()
             if size - old_size > shutil.disk_usage(path.parent).free:  # posix_fallocate fills the disk before it fails
-                raise OSError(f"no room for {path} ({size / 1e9:.1f} GB): use a smaller --goal-storage-size")
+                raise SystemExit(f"no room for {path} ({size / 1e9:.1f} GB): use a smaller --goal-storage-size")
             if old_size < size:  # a new run, or one that goes on for more updates
                 os.posix_fallocate(file.fileno(), 0, size)
                 count.clamp_(max=old_size // record.itemsize)

@@ -253,7 +253,7 @@ def disk_array(path, dtype, length, count):
     with open(path, "r+b" if count else "wb") as file:
         old_size = file.seek(0, os.SEEK_END)
         if size - old_size > shutil.disk_usage(path.parent).free:  # posix_fallocate fills the disk before it fails
-            raise OSError(f"no room for {path} ({size / 1e9:.1f} GB): use a smaller --replay-size or goal storage")
+            raise SystemExit(f"no room for {path} ({size / 1e9:.1f} GB): use a smaller --replay-size or goal storage")
         if old_size < size and count * np.dtype(dtype).itemsize <= old_size:
             os.posix_fallocate(file.fileno(), 0, size)
     return np.memmap(path, dtype, "r+")

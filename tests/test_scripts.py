@@ -156,7 +156,7 @@ def test_no_room_on_the_disk_is_one_error_at_the_start(script, tmp_path, monkeyp
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=50_000))
     answer = answer_of(script, monkeypatch, *TINY[script])
     flag = "--goal-storage-size" if script is a3c else "--replay-size or goal storage"
-    assert re.match(rf"no room for runs/.*\.bin \(0\.0 GB\): use a smaller {flag}\n", answer)
+    assert re.fullmatch(rf"no room for runs/.*\.bin \(0\.0 GB\): use a smaller {flag}", answer)
     assert sum(path.stat().st_size for path in Path("runs").rglob("*.bin")) == 0
 
 
