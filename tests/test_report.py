@@ -111,6 +111,14 @@ def test_a_run_that_ends_early_does_not_cut_the_others():
     assert not len(report.over_seeds(seeds, report.ACCURACY, report.UPDATES)[0])
 
 
+def test_runs_of_as_many_updates_end_together():
+    """In environment steps too, although one has made more of them: the mean does not jump to one run at its end."""
+    seeds = {"1": columns([10, 20], [20, 40]), "2": columns([10, 20], [40, 80])}
+    seeds["2"][report.STEPS] = 140, 260
+    points, mean, _ = report.over_seeds(seeds, report.RATIO, report.STEPS)
+    assert points.tolist() == [120, 230] and mean.tolist() == [30, 60]
+
+
 def test_single_targets_are_averaged_and_their_updates_summed():
     low, high = {"1": columns([10, 20], [30, 60])}, {"1": columns([10, 20], [60, 90])}
     runs = {"sac": low, "sac+red": low, "sac+green": low}

@@ -192,10 +192,16 @@ def student_interval(values):
 def over_seeds(seeds, column, axis):
     """The axis, mean and half interval over the seeds that have come as far. No run is extended past its end."""
     runs = [columns for columns in seeds.values() if not np.isnan(columns[column]).all()]
-    points = np.unique(np.concatenate([columns[axis] for columns in runs] or [np.empty(0)]))
-    values = [np.interp(points, c[axis], c[column], left=np.nan, right=np.nan) for c in runs]
-    there = [[v[i] for v in values if not np.isnan(v[i])] for i in range(len(points))]
-    return points, np.array([np.mean(v) for v in there]), np.array([student_interval(v) for v in there])
+    # Point by point in updates: runs of as many updates end at different environment steps, and a mean of only those
+    # that are left would jump there.
+    updates = np.unique(np.concatenate([columns[UPDATES] for columns in runs] or [np.empty(0)]))
+
+    def there(row):
+        values = [np.interp(updates, c[UPDATES], c[row], left=np.nan, right=np.nan) for c in runs]
+        return [[v[i] for v in values if not np.isnan(v[i])] for i in range(len(updates))]
+
+    means, points = ([np.mean(v) for v in there(row)] for row in (column, axis))
+    return np.array(points), np.array(means), np.array([student_interval(v) for v in there(column)])
 
 
 def interquartile_mean(values):
