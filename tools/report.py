@@ -200,8 +200,9 @@ def over_seeds(seeds, column, axis):
         values = [np.interp(updates, c[UPDATES], c[row], left=np.nan, right=np.nan) for c in runs]
         return [[v[i] for v in values if not np.isnan(v[i])] for i in range(len(updates))]
 
-    means, points = ([np.mean(v) for v in there(row)] for row in (column, axis))
-    return np.array(points), np.array(means), np.array([student_interval(v) for v in there(column)])
+    points, values = there(axis), there(column)
+    means = (np.array([np.mean(v) for v in row]) for row in (points, values))
+    return *means, np.array([student_interval(v) for v in values])
 
 
 def interquartile_mean(values):
