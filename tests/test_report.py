@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -140,7 +141,8 @@ def test_report_of_three_seeds(tmp_path):
     write(tmp_path / "results/r1__sac+gace+gdan+concat__2.csv", [0.3, 0.5])
     for frozen in ("", "+frozen10000", "+frozen20000"):
         write(tmp_path / f"results/v2__a3c+gace{frozen}__2.csv", [0.5, 0.9])
-    write(tmp_path / "results/v2__a3c+gace+gdan__2.csv", [0.9, 0.9], split="unseen")
+    for algorithm in ("a3c", "a3c+gace+gdan"):
+        write(tmp_path / f"results/v2__{algorithm}__2.csv", [0.9, 0.9], split="unseen")
     written = run(tmp_path, "results").stdout
     half = 4.303 * 10 / 3**0.5
     each = "70.0 (2), 80.0 (3), 90.0 (4)"
@@ -156,6 +158,10 @@ def test_report_of_three_seeds(tmp_path):
     assert "Not merged" not in written
     for figure in ("r1_success", "v2_seen_frozen", "v2_discriminator", "all_tasks"):
         assert (tmp_path / f"report/{figure}.png").stat().st_size > 5000
+    # The legend follows the paper's order, although the first panel has no plain A3C.
+    legend = re.findall("<!-- ((?:A3C|SAC).*) -->", (tmp_path / "report/all_tasks.svg").read_text())
+    methods = ("", "+GACE", "+GACE&amp;GDAN")
+    assert legend == [base + method for base in ("A3C", "SAC") for method in methods]
 
 
 def test_efficiency_with_its_spread_over_seeds(tmp_path):

@@ -267,7 +267,7 @@ def draw(panels, path):
     panels = [p for p in panels if any(not np.isnan(c[p[3]]).all() for seeds in p[2].values() for c in seeds.values())]
     if not panels:
         return
-    columns = min(len(panels), 4 if len(panels) % 3 else 3)
+    columns = min(len(panels), min((4, 3), key=lambda columns: -len(panels) % columns))  # few empty places
     rows = -(-len(panels) // columns)
     size = 3.6 * columns, 3 * rows + 0.8
     figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
@@ -282,6 +282,8 @@ def draw(panels, path):
         seeds = f"{' or '.join(map(str, counts))} seed{'s' * (counts != [1])}"
         axes.set(title=f"{title}, {seeds}", ylabel=ylabel)
         legend |= {line.get_label(): line for line in axes.get_lines() if line.get_label()[0] != "_"}
+    drawn = in_order({algorithm for panel in panels for algorithm in panel[2]})
+    legend = {title_of(algorithm): legend[title_of(algorithm)] for algorithm in drawn}
     if any(panel[5] for panel in panels):
         legend["where the paper's ends"] = plt.Line2D([], [], color="black", linestyle="--", linewidth=1)
     figure.legend(legend.values(), legend, loc="outside lower center", ncols=min(len(legend), 4), frameon=False)
