@@ -267,7 +267,7 @@ def draw(panels, path):
     panels = [p for p in panels if any(not np.isnan(c[p[3]]).all() for seeds in p[2].values() for c in seeds.values())]
     if not panels:
         return
-    columns = min(len(panels), min((4, 3), key=lambda columns: -len(panels) % columns))  # few empty places
+    columns = min(len(panels), min((4, 3), key=lambda number: -len(panels) % number))  # few empty places
     rows = -(-len(panels) // columns)
     size = 3.6 * columns, 3 * rows + 0.8
     figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
