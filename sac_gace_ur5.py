@@ -61,7 +61,7 @@ class Args:  # the defaults are ours; where the paper or SAC has another value, 
     target_update_interval: int = 1  # updates between two soft updates of the target networks
     replay_size: int = 300_000  # frames to keep, on disk, 21 KB each; the oldest are overwritten (paper: 1,000,000)
     goal_storage_size: int = 500_000  # goal states to keep, on disk; the oldest are overwritten first
-    eta: float = 0.02  # coefficient of the GACE loss (Eq. 9); its gradient is about the critic loss's (paper: 0.5)
+    eta: float = 0.02  # coefficient of the GACE loss (Eq. 9); at first, its gradient is about the critic's (paper: 0.5)
     gamma: float = 0.99  # discount
     learning_rate: float = 3e-4  # learning rate of Adam (paper: 7e-5)
     entropy_coef: float = 0.01  # temperature of the gaussian policy
