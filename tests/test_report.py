@@ -158,6 +158,8 @@ def test_report_of_three_seeds(tmp_path):
     assert "Not merged" not in written
     for figure in ("r1_success", "v2_seen_frozen", "v2_discriminator", "all_tasks"):
         assert (tmp_path / f"report/{figure}.png").stat().st_size > 5000
+        pixels = plt.imread(tmp_path / f"report/{figure}.png")
+        assert (pixels[:, [0, -1]] == 1).all() and (pixels[[0, -1]] == 1).all()  # nothing is cut off
     # The legend follows the paper's order, although the first panel has no plain A3C.
     legend = re.findall("<!-- ((?:A3C|SAC).*) -->", (tmp_path / "report/all_tasks.svg").read_text())
     methods = ("", "+GACE", "+GACE&amp;GDAN")

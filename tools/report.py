@@ -269,8 +269,7 @@ def draw(panels, path):
         return
     columns = min(len(panels), min((4, 3), key=lambda number: -len(panels) % number))  # few empty places
     rows = -(-len(panels) // columns)
-    size = 3.6 * columns, 3 * rows + 0.8
-    figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    figure, grid = plt.subplots(rows, columns, layout="constrained", squeeze=False)
     legend = {}
     for axes, panel in zip(grid.flat, [*panels, *[None] * (grid.size - len(panels))], strict=True):
         axes.set_visible(panel is not None)
@@ -281,12 +280,17 @@ def draw(panels, path):
         counts = sorted({len(seeds) for seeds in runs.values()})
         seeds = f"{' or '.join(map(str, counts))} seed{'s' * (counts != [1])}"
         axes.set(title=f"{title}, {seeds}", ylabel=ylabel)
-        legend |= {line.get_label(): line for line in axes.get_lines() if line.get_label()[0] != "_"}
-    drawn = in_order({algorithm for panel in panels for algorithm in panel[2]})
-    legend = {title_of(algorithm): legend[title_of(algorithm)] for algorithm in drawn}
+        legend |= {line.get_label(): line for line in axes.get_lines() if not np.isnan(line.get_ydata()).all()}
+    titles = map(title_of, in_order({algorithm for panel in panels for algorithm in panel[2]}))
+    legend = {title: legend[title] for title in titles if title in legend}
     if any(panel[5] for panel in panels):
         legend["where the paper's ends"] = plt.Line2D([], [], color="black", linestyle="--", linewidth=1)
-    figure.legend(legend.values(), legend, loc="outside lower center", ncols=min(len(legend), 4), frameon=False)
+    for count in (4, 3, 2, 1):  # as many columns as fit
+        figure.set_size_inches(3.6 * columns, 3 * rows + 0.3 + 0.25 * -(-len(legend) // count))
+        below = figure.legend(legend.values(), legend, loc="outside lower center", ncols=count, frameon=False)
+        if count == 1 or below.get_window_extent().width < figure.bbox.width:
+            break
+        below.remove()
     for suffix in (".png", ".svg"):
         figure.savefig(path.with_suffix(suffix), dpi=120)
     plt.close(figure)
@@ -441,7 +445,7 @@ def make_report(runs, settings, left_out, out):
         shown = without_single_targets(task, here) | single_targets(task, here)
         frozen = {a: seeds for a, seeds in here.items() if "+frozen" in a}
         methods = {a: seeds for a, seeds in here.items() if a in NAMES}
-        success, accuracy = "success ratio, %", "goal-discriminator accuracy, %"
+        success, accuracy = "success ratio, %", "discriminator accuracy, %"
         curves = {a: seeds for a, seeds in shown.items() if a not in frozen}
         draw([(title, success, curves, RATIO, axis, ends) for axis in (UPDATES, STEPS)], out / f"{name}_success")
         panels[title] = (title, success, methods, RATIO, STEPS, ends)
