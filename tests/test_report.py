@@ -21,7 +21,8 @@ def write(path, curve, split="seen", every=10_000, settings=None):
     """A run whose environment steps are ten times its updates."""
     path.parent.mkdir(parents=True, exist_ok=True)
     updates = [every * (i + 1) for i in range(len(curve))]
-    rows = [f"{u},{10 * u},1.0,{split},{r},{r / 2},20,1\n" for u, r in zip(updates, curve, strict=True)]
+    accuracy = 0.5 if "gace" in path.name else float("nan")
+    rows = [f"{u},{10 * u},1.0,{split},{r},{r * accuracy},20,1\n" for u, r in zip(updates, curve, strict=True)]
     path.write_text(HEADER + "".join(rows))
     if settings:
         path.with_suffix(".json").write_text(json.dumps(settings))
@@ -161,6 +162,7 @@ def test_report_of_three_seeds(tmp_path):
         pixels = plt.imread(tmp_path / f"report/{figure}.png")
         assert (pixels[:, [0, -1]] == 1).all() and (pixels[[0, -1]] == 1).all()  # nothing is cut off
     # The legend follows the paper's order, although the first panel has no plain A3C.
+    assert "<!-- A3C -->" not in (tmp_path / "report/v2_discriminator.svg").read_text()  # it has no discriminator
     legend = re.findall("<!-- ((?:A3C|SAC).*) -->", (tmp_path / "report/all_tasks.svg").read_text())
     methods = ("", "+GACE", "+GACE&amp;GDAN")
     assert legend == [base + method for base in ("A3C", "SAC") for method in methods]
